@@ -1,0 +1,275 @@
+"""From a profile and `key=value` changes to one checked configuration, and back to YAML."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from engine.config.schema import RunConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, the value and the way out."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of the configuration, as help texts and forms show it."""
+
+    key: str
+    title: str
+    help: str
+    unit: str
+    default: Any
+    annotation: Any
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words of a field that is a choice, else nothing."""
+        return typing.get_args(self.annotation) if _is_literal(self.annotation) else ()
+
+
+def _is_literal(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is typing.Literal
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_model else None
+
+
+def options(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[Option]:
+    """All leaves of the configuration in the order of the schema, with dotted keys."""
+    found: list[Option] = []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        nested = _section_type(field.annotation)
+        if nested is not None:
+            found += options(nested, f"{key}.")
+            continue
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        found.append(
+            Option(
+                key=key,
+                title=field.title or name,
+                help=field.description or "",
+                unit=str(extra.get("unit", "")),
+                default=field.get_default(call_default_factory=True),
+                annotation=field.annotation,
+            )
+        )
+    return found
+
+
+def profile_folders() -> list[Path]:
+    """Where profiles are looked for: the user's own first, then those that come with dschat."""
+    bundled = Path(str(resources.files("profiles")))
+    return [platformdirs.user_config_path("dschat") / "profiles", bundled]
+
+
+def profile_names() -> list[str]:
+    """Names of all profiles that can be given to `--profile`."""
+    return sorted({p.stem for folder in profile_folders() for p in folder.glob("*.yaml")})
+
+
+def find_profile(name: str) -> Path:
+    """Path of a profile by name, or of a YAML file given as a path.
+
+    Raises:
+        ConfigError: no such profile; the message proposes the nearest names.
+    """
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if path.is_file():
+            return path
+        raise ConfigError(f"profile file {name!r} does not exist")
+    for folder in profile_folders():
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            return path
+    raise ConfigError(f"no profile {name!r}; {_nearest(name, profile_names())}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: unreadable, not YAML, or not a mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not a mapping of options")
+    return content
+
+
+def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+    """A copy of nested `values` with `key.path=value` assignments put in; values are YAML.
+
+    Raises:
+        ConfigError: an assignment without `=`, or with an unknown key.
+    """
+    merged = _copy(values)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals:
+            raise ConfigError(f"--set {assignment!r} has no '='; write key=value")
+        _check_known(key)
+        try:
+            value = yaml.safe_load(text) if text.strip() else None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key}: {text!r} is not a YAML value: {error}") from error
+        if isinstance(value, str):
+            value = _scientific(value)
+        *parents, leaf = key.split(".")
+        target = merged
+        for parent in parents:
+            nested = target.get(parent)
+            if not isinstance(nested, dict):
+                nested = target[parent] = {}
+            target = nested
+        target[leaf] = value
+    return merged
+
+
+def resolve(values: dict[str, Any], source: str) -> RunConfig:
+    """Validate nested values into a configuration; `source` names their origin in errors.
+
+    Raises:
+        ConfigError: unknown or ill-typed keys, all of them in one message.
+    """
+    values = _tidy_numbers(values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from error
+
+
+def load_profile(name: str, assignments: list[str] | None = None) -> RunConfig:
+    """The configuration of a profile with `--set` assignments applied.
+
+    Raises:
+        ConfigError: no such profile, or a key or value that is refused.
+    """
+    values = apply_overrides(read_yaml(find_profile(name)), assignments or [])
+    return resolve(values, f"profile {name}")
+
+
+def load_config(path: Path) -> RunConfig:
+    """The configuration in a run's `run.yaml`.
+
+    Raises:
+        ConfigError: unreadable, or a key or value that is refused.
+    """
+    return resolve(read_yaml(path), str(path))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole resolved configuration as YAML, in the order of the schema."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def get_value(config: RunConfig, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(nested) for key, nested in value.items()}
+    return value
+
+
+def _scientific(text: str) -> Any:
+    """YAML 1.1 reads 1e-5 as text; numbers written so are meant as numbers."""
+    try:
+        return float(text) if text[:1].isdigit() and "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def _tidy_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tidy_numbers(nested) for key, nested in value.items()}
+    return _scientific(value) if isinstance(value, str) else value
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    return "known: " + ", ".join(known[:20])
+
+
+def _group_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        nested = _section_type(field.annotation)
+        if nested is not None:
+            found += [f"{prefix}{name}", *_group_keys(nested, f"{prefix}{name}.")]
+    return found
+
+
+def _check_known(key: str) -> None:
+    known = [option.key for option in options()]
+    if key in known:
+        return
+    if key in _group_keys():
+        inside = [option for option in known if option.startswith(f"{key}.")]
+        raise ConfigError(f"--set {key}: a group of options; set one of " + ", ".join(inside))
+    raise ConfigError(f"unknown option {key!r}; {_nearest_key(key, known)}")
+
+
+def _nearest_key(key: str, known: list[str]) -> str:
+    """The nearest dotted keys: by the whole key, else by the last part anywhere."""
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    leaf = key.rsplit(".", 1)[-1]
+    close += [name for name in known if name.rsplit(".", 1)[-1] == leaf and name not in close]
+    if close:
+        return "did you mean " + " or ".join(close[:4]) + "?"
+    return "`dschat run --help-options` lists all"
+
+
+def _explain(problem: Any) -> str:
+    parts = [str(part) for part in problem["loc"]]
+    key = ".".join(parts)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown option {key!r}; {_nearest_key(key, [option.key for option in options()])}"
+    message = problem["msg"].replace("Input should be", "must be")
+    return f"{key} = {problem['input']!r}: {message}"
+
+
+def describe_type(annotation: Any) -> str:
+    """A field's type in words for help and documentation: `number`, `a|b`, `yes/no` ..."""
+    if _is_literal(annotation):
+        return "|".join(str(choice) for choice in typing.get_args(annotation))
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return describe_type(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return " or ".join(describe_type(a) for a in inner) + ", or empty"
+    if origin in (list, tuple):
+        return "list"
+    if origin is dict:
+        return "mapping"
+    names = {bool: "true/false", int: "whole number", float: "number", str: "text"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -1,0 +1,280 @@
+"""The table of rules on combinations of options: what is wrong, why, and the change that mends it.
+
+The dashboard greys out by it, the command line refuses by it, the sweep prunes by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What rules need to know of the two models, read from their folders without weights."""
+
+    actor_positions: int | None = None
+    reward_positions: int | None = None
+    actor_vocabulary: str | None = None
+    reward_vocabulary: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One forbidden combination.
+
+    `violated` returns what is wrong in words, or None; `mend` the assignments that repair it.
+    """
+
+    id: str
+    violated: Callable[[RunConfig, ModelFacts], str | None]
+    why: str
+    mend: Callable[[RunConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that a configuration breaks."""
+
+    id: str
+    wrong: str
+    why: str
+    mend: dict[str, Any]
+
+    def __str__(self) -> str:
+        change = " and ".join(f"{key}={_text(value)}" for key, value in self.mend.items())
+        way_out = f" Way out: {change}." if change else ""
+        return f"{self.wrong}: {self.why}.{way_out} [{self.id}]"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check(config: RunConfig, facts: ModelFacts | None = None) -> list[Violation]:
+    """All rules that `config` breaks, in the order of the table."""
+    facts = facts or ModelFacts()
+    found = []
+    for rule in RULES:
+        wrong = rule.violated(config, facts)
+        if wrong is not None:
+            found.append(Violation(rule.id, wrong, rule.why, rule.mend(config)))
+    return found
+
+
+def _offload_hybrid_without_lora(config: RunConfig, facts: ModelFacts) -> str | None:
+    actor = config.actor
+    if (
+        actor.zero_stage == 2
+        and actor.offload
+        and config.hybrid_engine.enabled
+        and actor.lora.rank == 0
+    ):
+        return "actor.zero_stage=2 with actor.offload and hybrid_engine.enabled but without LoRA"
+    return None
+
+
+def _mixz_needs(config: RunConfig, facts: ModelFacts) -> str | None:
+    if not config.mixz.enabled:
+        return None
+    if config.actor.zero_stage != 3 or config.actor.lora.rank == 0 or not config.actor.lora.only:
+        lora = config.actor.lora
+        return (
+            f"mixz.enabled with actor.zero_stage={config.actor.zero_stage}, "
+            f"actor.lora.rank={lora.rank} and actor.lora.only={_text(lora.only)}"
+        )
+    return None
+
+
+def _hpz_partition(config: RunConfig, facts: ModelFacts) -> str | None:
+    size = config.mixz.hpz_partition_size
+    if size is None:
+        return None
+    if config.launch.deployment != "multi_node":
+        return f"mixz.hpz_partition_size={size} on one node"
+    if size != config.launch.num_accelerators:
+        return (
+            f"mixz.hpz_partition_size={size} with {config.launch.num_accelerators} "
+            "accelerators a node"
+        )
+    return None
+
+
+def _offload_needs_sharding(config: RunConfig, facts: ModelFacts) -> str | None:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if role.offload and role.zero_stage < 2:
+            return f"{name}.offload with {name}.zero_stage={role.zero_stage}"
+    return None
+
+
+def _lora_only_without_rank(config: RunConfig, facts: ModelFacts) -> str | None:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if role.lora.only and role.lora.rank == 0:
+            return f"{name}.lora.only with {name}.lora.rank=0"
+    return None
+
+
+def _deployment(config: RunConfig, facts: ModelFacts) -> str | None:
+    launch = config.launch
+    if launch.deployment == "multi_node" and launch.hostfile is None:
+        return "launch.deployment=multi_node without launch.hostfile"
+    if launch.deployment != "multi_node" and launch.hostfile is not None:
+        return f"launch.hostfile={launch.hostfile} with launch.deployment={launch.deployment}"
+    return None
+
+
+def _batch_divides(config: RunConfig, facts: ModelFacts) -> str | None:
+    ranks = config.launch.num_accelerators
+    for name, step in (("sft", config.sft), ("reward", config.reward), ("ppo", config.ppo)):
+        rows = ranks * (step.micro_batch_size or 1)
+        if step.batch_size % rows:
+            micro = f" with {name}.micro_batch_size={step.micro_batch_size}"
+            return (
+                f"{name}.batch_size={step.batch_size} on {ranks} ranks"
+                f"{micro if step.micro_batch_size else ''}"
+            )
+    return None
+
+
+def _mend_batches(config: RunConfig) -> dict[str, Any]:
+    ranks = config.launch.num_accelerators
+    changes = {}
+    for name, step in (("sft", config.sft), ("reward", config.reward), ("ppo", config.ppo)):
+        rows = ranks * (step.micro_batch_size or 1)
+        if step.batch_size % rows:
+            changes[f"{name}.batch_size"] = -(-step.batch_size // rows) * rows
+    return changes
+
+
+def _rollouts_divide(config: RunConfig, facts: ModelFacts) -> str | None:
+    ppo, ranks = config.ppo, config.launch.num_accelerators
+    rows = ranks * (ppo.generation_batch_size or 1)
+    if ppo.rollout_batch_size % rows:
+        return f"ppo.rollout_batch_size={ppo.rollout_batch_size} in parts of {rows}"
+    if ppo.rollout_batch_size % ppo.batch_size:
+        return f"ppo.rollout_batch_size={ppo.rollout_batch_size}, ppo.batch_size={ppo.batch_size}"
+    return None
+
+
+def _mend_rollouts(config: RunConfig) -> dict[str, Any]:
+    ppo, ranks = config.ppo, config.launch.num_accelerators
+    batch = -(-ppo.batch_size // ranks) * ranks
+    return {
+        "ppo.generation_batch_size": "null",
+        "ppo.rollout_batch_size": max(1, ppo.rollout_batch_size // batch) * batch,
+        "ppo.batch_size": batch,
+    }
+
+
+def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> str | None:
+    if facts.actor_vocabulary is None or facts.reward_vocabulary is None:
+        return None
+    if facts.actor_vocabulary != facts.reward_vocabulary:
+        return (
+            f"models.actor={config.models.actor} and models.reward={config.models.reward} "
+            "have different tokenizers"
+        )
+    return None
+
+
+def _too_long(config: RunConfig, facts: ModelFacts) -> str | None:
+    wanted = config.ppo.max_prompt_length + config.ppo.max_answer_length
+    for name, positions in (("actor", facts.actor_positions), ("reward", facts.reward_positions)):
+        if positions is None:
+            continue
+        if wanted > positions:
+            return (
+                f"ppo.max_prompt_length + ppo.max_answer_length = {wanted} tokens with "
+                f"{positions} positions in the {name} model"
+            )
+        for step, length in (
+            ("sft", config.sft.max_length),
+            ("reward", config.reward.max_length),
+        ):
+            if length > positions and (step == "sft") == (name == "actor"):
+                return (
+                    f"{step}.max_length = {length} tokens with {positions} positions in the "
+                    f"{name} model"
+                )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "zero2-offload-hybrid-needs-lora",
+        _offload_hybrid_without_lora,
+        "training is unstable, as in the original",
+        lambda config: {"actor.lora.rank": 128},
+    ),
+    Rule(
+        "mixz-needs-zero3-and-lora",
+        _mixz_needs,
+        "MixZ quantises the frozen, sharded base weights, which only ZeRO-3 with only-LoRA has",
+        lambda config: {
+            "actor.zero_stage": 3,
+            "actor.lora.rank": config.actor.lora.rank or 128,
+            "actor.lora.only": True,
+        },
+    ),
+    Rule(
+        "hpz-partition-size",
+        _hpz_partition,
+        "the secondary partition must span exactly one node of several, and none on one node",
+        lambda config: {"mixz.hpz_partition_size": "null"},
+    ),
+    Rule(
+        "offload-needs-zero2",
+        _offload_needs_sharding,
+        "DeepSpeed offloads the states of ZeRO-2 and ZeRO-3 alone",
+        lambda config: {
+            f"{name}.zero_stage": 2
+            for name, role in (("actor", config.actor), ("critic", config.critic))
+            if role.offload and role.zero_stage < 2
+        },
+    ),
+    Rule(
+        "lora-only-needs-rank",
+        _lora_only_without_rank,
+        "without adapters nothing would be trained",
+        lambda config: {
+            f"{name}.lora.rank": 128
+            for name, role in (("actor", config.actor), ("critic", config.critic))
+            if role.lora.only and role.lora.rank == 0
+        },
+    ),
+    Rule(
+        "hostfile-and-deployment",
+        _deployment,
+        "a hostfile names the nodes of a multi_node deployment, and only of that",
+        lambda config: {
+            "launch.deployment": "multi_node" if config.launch.hostfile else "single_node"
+        },
+    ),
+    Rule(
+        "batch-size-divides",
+        _batch_divides,
+        "every rank must get the same number of rows in each optimizer step",
+        _mend_batches,
+    ),
+    Rule(
+        "rollout-batch-divides",
+        _rollouts_divide,
+        "a rollout batch is cut into equal parts for ranks, generation and optimizer steps",
+        _mend_rollouts,
+    ),
+    Rule(
+        "same-tokenizer",
+        _tokenizers_differ,
+        "the reward model must read the very tokens that the actor writes",
+        lambda config: {"models.reward": "sft"},
+    ),
+    Rule(
+        "fits-position-embeddings",
+        _too_long,
+        "later tokens would have no position embedding",
+        lambda config: {},
+    ),
+)

@@ -1,0 +1,451 @@
+"""The typed configuration of a run: one field for every option, with title, unit, help, default.
+
+From these fields come the validation, the help of the command line, the form of the dashboard and
+the documentation table. Defaults follow the scripts of DeepSpeed-Chat where they are sound.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ZeroStage = Annotated[int, Field(ge=0, le=3)]
+
+
+def option(default: Any, title: str, help: str, unit: str = "") -> Any:
+    """A configuration field with the texts that every surface of the product shows."""
+    return Field(default, title=title, description=help, json_schema_extra={"unit": unit})
+
+
+def section(model: type[BaseModel], title: str, help: str) -> Any:
+    """A nested group of options."""
+    return Field(default_factory=model, title=title, description=help)
+
+
+def _split_list(value: Any) -> Any:
+    """Accept `a,b` for a list, as the command line and the original's flags write it."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+class Section(BaseModel):
+    """Base of all groups: unknown keys are errors, assignments are validated."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+
+class DataSource(Section):
+    """One data set: a Hub name, a local path or an embedded corpus, and how to read it."""
+
+    path: str = Field(
+        title="Path or name",
+        description="Local file or folder (JSON, JSONL, CSV, Parquet, save_to_disk), the name of a "
+        "data set on the Hub, or embedded:NAME",
+    )
+    subset: str | None = option(None, "Subset", "Configuration name of a Hub data set")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        title="Column mapping",
+        description="Ours to theirs, where the schema is not found by itself: prompt, chosen, "
+        "rejected, response, messages, text",
+    )
+
+
+def _sources(value: Any) -> Any:
+    value = _split_list(value)
+    if isinstance(value, list):
+        return [{"path": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+SourceList = Annotated[list[DataSource], BeforeValidator(_sources)]
+
+
+class ModelsConfig(Section):
+    """Which models a run starts from."""
+
+    actor: str = option(
+        "embedded:tiny-llama",
+        "Actor model",
+        "Base model of step 1: a Hub id, a local folder, or embedded:NAME",
+    )
+    reward: str = option(
+        "sft",
+        "Reward model",
+        "Base model of step 2: a Hub id, a local folder, embedded:NAME, or 'sft' for the model "
+        "that step 1 made (as InstructGPT did)",
+    )
+    sft: str | None = option(
+        None,
+        "Finished SFT model",
+        "Folder of an SFT model to use in place of this run's step 1",
+    )
+    trained_reward: str | None = option(
+        None,
+        "Finished reward model",
+        "Folder of a reward model to use in place of this run's step 2",
+    )
+    trust_remote_code: bool = option(
+        False, "Trust remote code", "Run Python code that comes with a model from the Hub"
+    )
+
+
+class DataConfig(Section):
+    """What is learnt from, and how text becomes tokens."""
+
+    sources: SourceList = Field(
+        default_factory=lambda: [DataSource(path="embedded:facts")],
+        title="Sources",
+        description="Data sets blended for all three steps, split between them by data.split",
+    )
+    sft_only_sources: SourceList = Field(
+        default_factory=list,
+        title="SFT-only sources",
+        description="Data sets that serve step 1 alone, whole",
+    )
+    unsupervised_sources: SourceList = Field(
+        default_factory=list,
+        title="Unsupervised text",
+        description="Plain text for the mixture (pretraining) loss of step 3; empty: off",
+    )
+    split: Annotated[
+        tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat], BeforeValidator(_split_list)
+    ] = option(
+        (2.0, 4.0, 4.0),
+        "Split over the steps",
+        "Shares of the rows that go to steps 1, 2, 3; a share of 0 gives the step no rows",
+    )
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.05, "Held-out share", "Share of the rows of a source without a test part held out"
+    )
+    eval_rows: PositiveInt = option(
+        400, "Held-out rows", "Most rows used for one evaluation", "rows"
+    )
+    template: Literal["human_assistant", "chat_template"] = option(
+        "human_assistant",
+        "Dialogue template",
+        "human_assistant: the original's 'Human: ... Assistant:'; chat_template: the tokenizer's",
+    )
+    end_of_conversation_token: str | None = option(
+        None,
+        "End-of-conversation token",
+        "A token of its own that ends an answer, added to the vocabulary if missing; "
+        "empty: the tokenizer's EOS",
+    )
+    cache_dir: str | None = option(
+        None, "Cache folder", "Where tokenised data lies; empty: the user's cache folder"
+    )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021) beside the frozen base weights."""
+
+    rank: NonNegativeInt = option(0, "LoRA rank", "Rank of the adapters; 0 trains without LoRA")
+    alpha: PositiveFloat | None = option(
+        None, "LoRA alpha", "Scale numerator: updates are scaled by alpha / rank; empty: the rank"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = option(
+        0.0, "LoRA dropout", "Dropout before the adapters"
+    )
+    targets: Annotated[list[str], BeforeValidator(_split_list)] = Field(
+        default_factory=list,
+        title="LoRA targets",
+        description="Patterns (regular expressions, searched in module names) of the linear "
+        "layers that get adapters; empty: those of the model's family",
+    )
+    only: bool = option(
+        False, "Only LoRA", "Train the adapters (and the reward head) alone, base weights frozen"
+    )
+    learning_rate: PositiveFloat = option(
+        5e-4, "LoRA learning rate", "Peak learning rate of the adapters"
+    )
+
+
+class RoleConfig(Section):
+    """How one trained model is laid out: the actor (steps 1, 3) or the critic (steps 2, 3)."""
+
+    zero_stage: ZeroStage = option(
+        0,
+        "ZeRO stage",
+        "0 replicated, 1 optimizer states, 2 and gradients, 3 and parameters sharded over devices",
+    )
+    offload: bool = option(
+        False,
+        "Offload",
+        "Keep optimizer states (and, under ZeRO-3, parameters) in host memory; slower",
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "Gradient checkpointing",
+        "Recompute activations in the backward pass: about a third more compute, far less memory",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = option(
+        None, "Dropout", "Dropout of the model; empty: as in its own configuration (0 in PPO)"
+    )
+    learning_rate: PositiveFloat = option(
+        9.65e-6, "PPO learning rate", "Peak learning rate of this model in step 3"
+    )
+    weight_decay: NonNegativeFloat = option(
+        0.1, "PPO weight decay", "Weight decay of this model in step 3"
+    )
+    lora: LoraConfig = section(LoraConfig, "LoRA", "Low-rank adapters")
+
+
+class CriticConfig(RoleConfig):
+    """The critic's layout; it learns slower than the actor."""
+
+    learning_rate: PositiveFloat = option(
+        5e-6, "PPO learning rate", "Peak learning rate of this model in step 3"
+    )
+
+
+class RefConfig(Section):
+    """The frozen models of step 3."""
+
+    offload: bool = option(
+        False, "Offload reference", "Keep the reference model's parameters in host memory"
+    )
+
+
+class HybridEngineConfig(Section):
+    """Generation in step 3 with a model laid out for inference, switched back for training."""
+
+    enabled: bool = option(
+        False,
+        "Hybrid engine",
+        "Gather ZeRO-3 shards once, merge LoRA, decode with a static cache; off: plain generate",
+    )
+    release_inference_cache: bool = option(
+        False, "Release cache", "Free the key/value cache between generation phases"
+    )
+    unpin_actor_parameters: bool = option(
+        False, "Unpin actor", "Free the gathered parameters after each generation batch"
+    )
+
+
+class MixzConfig(Section):
+    """Mixed-precision ZeRO++ (MixZ): frozen weights kept quantised in int8."""
+
+    enabled: bool = option(
+        False, "MixZ", "Quantise the frozen weights of LoRA training; needs ZeRO-3 and LoRA"
+    )
+    hpz_partition_size: PositiveInt | None = option(
+        None,
+        "Secondary partition",
+        "Devices that share a secondary copy of the weights; empty: from the topology",
+        "devices",
+    )
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the actor."""
+
+    enabled: bool = option(False, "EMA actor", "Keep and save an average of the actor's weights")
+    decay: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.992, "EMA decay", "Weight of the old average at each optimizer step"
+    )
+
+
+class LaunchConfig(Section):
+    """Where a run's processes start."""
+
+    deployment: Literal["single_gpu", "single_node", "multi_node"] = option(
+        "single_gpu", "Deployment", "One device, all devices of a node, or several nodes"
+    )
+    num_accelerators: PositiveInt = option(
+        1, "Accelerators", "Ranks a node: GPUs, or processes on a CPU", "ranks"
+    )
+    hostfile: str | None = option(
+        None, "Hostfile", "Lines 'host slots=N' of the nodes of a multi_node run"
+    )
+    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = option(
+        None, "Master port", "Port of the rendezvous; empty: a free one for each run"
+    )
+
+
+Scheduler = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+]
+
+
+class StepConfig(Section):
+    """What the three steps share: how long, how fast."""
+
+    epochs: PositiveInt = option(1, "Epochs", "Passes over the data of the step", "epochs")
+    max_steps: PositiveInt | None = option(
+        None, "Most steps", "Stop after so many steps; empty: all epochs", "steps"
+    )
+    batch_size: PositiveInt = option(
+        32, "Batch size", "Rows of one optimizer step over all devices", "rows"
+    )
+    micro_batch_size: PositiveInt | None = option(
+        None,
+        "Micro batch size",
+        "Rows a device at once; empty: batch size / devices. Accumulation follows from both",
+        "rows a device",
+    )
+    scheduler: Scheduler = option("cosine", "Schedule", "Decay of the learning rate")
+    warmup_steps: NonNegativeInt = option(
+        0, "Warm-up", "Optimizer steps from 0 to the peak learning rate", "steps"
+    )
+    adam_betas: Annotated[tuple[Share, Share], BeforeValidator(_split_list)] = option(
+        (0.9, 0.95), "Adam betas", "Decay of the first and second moment"
+    )
+    max_gradient_norm: PositiveFloat = option(
+        1.0, "Gradient clipping", "Largest global norm of the gradient"
+    )
+
+
+class PretrainingStyleStep(StepConfig):
+    """What steps 1 and 2 share."""
+
+    learning_rate: PositiveFloat = option(9.65e-6, "Learning rate", "Peak learning rate")
+    weight_decay: NonNegativeFloat = option(0.0, "Weight decay", "Weight decay (AdamW)")
+    max_length: PositiveInt = option(
+        512, "Length", "Most tokens a row; longer rows lose their oldest turns", "tokens"
+    )
+    eval_batch_size: PositiveInt = option(
+        16, "Evaluation batch", "Rows a device in evaluation", "rows a device"
+    )
+    eval_interval: PositiveInt | None = option(
+        None,
+        "Evaluation interval",
+        "Evaluate also every so many optimizer steps; empty: before and after each epoch",
+        "steps",
+    )
+
+
+class SftConfig(PretrainingStyleStep):
+    """Step 1, supervised fine-tuning."""
+
+    loss_on_prompt: bool = option(
+        False, "Loss on the prompt", "Train on prompt tokens too, as the original did"
+    )
+
+
+class RewardConfig(PretrainingStyleStep):
+    """Step 2, the reward model."""
+
+    loss: Literal["last_token", "all_tokens"] = option(
+        "last_token",
+        "Loss",
+        "last_token: one score an answer; all_tokens: the original's mean from the first "
+        "difference on",
+    )
+    weight_decay: NonNegativeFloat = option(0.1, "Weight decay", "Weight decay (AdamW)")
+    score_penalty: NonNegativeFloat = option(
+        0.0, "Score penalty", "Weight of the mean squared score, which keeps scores near 0"
+    )
+
+
+class PpoConfig(StepConfig):
+    """Step 3, PPO on the reward model's score."""
+
+    rollout_batch_size: PositiveInt = option(
+        32, "Rollout batch", "Prompts answered in one generation step over all devices", "prompts"
+    )
+    generation_batch_size: PositiveInt | None = option(
+        None,
+        "Generation batch",
+        "Prompts a device generates at once; empty: rollout batch / devices",
+        "prompts a device",
+    )
+    inner_epochs: PositiveInt = option(
+        1, "PPO epochs", "Passes over one rollout batch, each in a fresh order", "epochs"
+    )
+    max_prompt_length: PositiveInt = option(
+        256, "Prompt length", "Most tokens of a prompt; longer prompts are dropped", "tokens"
+    )
+    max_answer_length: PositiveInt = option(
+        256, "Answer length", "Most tokens generated for an answer", "tokens"
+    )
+    temperature: PositiveFloat = option(1.0, "Temperature", "Of sampling and of all log-probs")
+    kl_coef: NonNegativeFloat = option(
+        0.1, "KL coefficient", "Weight of the KL to the reference in the reward"
+    )
+    kl_target: PositiveFloat | None = option(
+        None, "KL target", "Adapts the KL coefficient to this KL a sequence; empty: fixed", "nats"
+    )
+    kl_horizon: PositiveInt = option(
+        10_000, "KL horizon", "Sequences over which the KL coefficient adapts", "sequences"
+    )
+    clip: PositiveFloat = option(0.2, "Policy clip", "Largest change of the probability ratio")
+    value_clip: PositiveFloat = option(0.2, "Value clip", "Largest change of a value an update")
+    gamma: Share = option(1.0, "Discount", "Discount of later rewards")
+    gae_lambda: Share = option(0.95, "GAE lambda", "Bias against variance of the advantages")
+    whiten_advantages: bool = option(
+        True, "Whiten advantages", "Mean 0 and deviation 1 over all tokens of a rollout batch"
+    )
+    reward_clip: PositiveFloat = option(5.0, "Reward clip", "Bound of the score on both sides")
+    normalize_reward: bool = option(
+        False,
+        "Normalise reward",
+        "Subtract the mean and divide by the deviation of scores over samples of the SFT model",
+    )
+    missing_eos_penalty: NonNegativeFloat | None = option(
+        None, "Missing EOS penalty", "Subtracted from the score of an answer without EOS"
+    )
+    unsupervised_coef: NonNegativeFloat = option(
+        27.8, "Mixture coefficient", "Weight of the unsupervised loss beside the actor's"
+    )
+    align_overflow: bool = option(
+        False, "Align overflow", "fp16: if actor or critic overflows, both skip the step"
+    )
+    warmup_steps: NonNegativeInt = option(
+        100, "Warm-up", "Optimizer steps from 0 to the peak learning rate", "steps"
+    )
+    adam_eps: PositiveFloat = option(1e-5, "Adam epsilon", "Epsilon of the optimizers of step 3")
+
+
+class LoggingConfig(Section):
+    """What a run writes beside its models."""
+
+    print_loss: bool = option(False, "Print loss", "A line with the loss of each rank and step")
+    print_answers: bool = option(False, "Print answers", "Prompts and answers of step 3 in the log")
+    print_answers_interval: PositiveInt = option(
+        20, "Answers interval", "Generation steps between printed answers", "steps"
+    )
+    tensorboard: bool = option(
+        False, "TensorBoard", "Event files: DeepSpeed's monitor an engine, and the pipeline's own"
+    )
+    tensorboard_dir: str | None = option(
+        None, "TensorBoard folder", "Where event files go; empty: tensorboard/ of the step's folder"
+    )
+    deepspeed_log_interval: PositiveInt = option(
+        10, "DeepSpeed interval", "Optimizer steps between DeepSpeed's own lines", "steps"
+    )
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does."""
+
+    models: ModelsConfig = section(ModelsConfig, "Models", "Which models a run starts from")
+    data: DataConfig = section(DataConfig, "Data", "What is learnt from")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "auto",
+        "Precision",
+        "auto: bf16 where the hardware is fast at it, else fp16 on CUDA and fp32 on a CPU",
+    )
+    seed: NonNegativeInt = option(1234, "Seed", "Of data order, sampling and new weights")
+    launch: LaunchConfig = section(LaunchConfig, "Launch", "Where processes start")
+    actor: RoleConfig = section(
+        RoleConfig, "Actor", "Layout of the actor; applies in steps 1 and 3"
+    )
+    critic: CriticConfig = section(
+        CriticConfig, "Critic", "Layout of the critic; applies in steps 2 and 3"
+    )
+    ref: RefConfig = section(RefConfig, "Reference", "The frozen reference of step 3")
+    hybrid_engine: HybridEngineConfig = section(
+        HybridEngineConfig, "Hybrid engine", "Fast generation in step 3"
+    )
+    mixz: MixzConfig = section(MixzConfig, "MixZ", "Mixed-precision ZeRO++")
+    ema: EmaConfig = section(EmaConfig, "EMA", "Average of the actor's weights")
+    sft: SftConfig = section(SftConfig, "Step 1: SFT", "Supervised fine-tuning")
+    reward: RewardConfig = section(RewardConfig, "Step 2: reward model", "Learning to score")
+    ppo: PpoConfig = section(PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward")
+    logging: LoggingConfig = section(LoggingConfig, "Logging", "What a run writes")

@@ -1,0 +1,1 @@
+"""Model pairs and sweeps, as YAML."""
