@@ -126,7 +126,7 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Elements that every token is multiplied by; the head's matrix among them, even if tied."""
+        """Elements that every token is multiplied by, with the head's matrix, even if tied."""
         return self.backbone_weights + self.vocabulary * self.head_inputs
 
     @property
