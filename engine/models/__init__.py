@@ -1,0 +1,1 @@
+"""Models: load, reward head, LoRA, save. Nothing heavy is imported here."""

@@ -1,0 +1,96 @@
+"""Tiny models of about one million parameters, built on this machine; nothing is downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.models.folders import ModelError, cache_folder, is_complete_model, new_folder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+NAMES = ("tiny-llama", "tiny-opt")
+_VOCABULARY = 1024
+_EOS, _PAD = "<|endoftext|>", "<|pad|>"
+# Part of the key of the cache: raise it with any change of what is built.
+_VERSION = "1"
+
+
+def build(name: str, texts: Iterable[str] | None = None) -> Path:
+    """The folder of an embedded model with random weights, built at its first use.
+
+    Args:
+        name: one of `NAMES`.
+        texts: what the tokenizer is trained on; None means the embedded corpus of facts.
+
+    Raises:
+        ModelError: unknown name.
+    """
+    if name not in NAMES:
+        known = ", ".join(f"embedded:{known}" for known in NAMES)
+        raise ModelError(f"no embedded model {name!r}; there are {known}")
+    if texts is None:
+        from engine.data import facts
+
+        texts = facts.texts()
+    texts = list(texts)
+    digest = hashlib.sha256("\0".join([_VERSION, name, *texts]).encode()).hexdigest()
+    folder = cache_folder() / f"{name}-{digest[:16]}"
+    if not is_complete_model(folder):
+        _build(name, texts, folder)
+    return folder
+
+
+def _build(name: str, texts: list[str], folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _train_tokenizer(texts)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(_config(name, tokenizer), dtype=torch.float32)
+    # A folder that is there but not complete was damaged; a complete one is another process's.
+    with new_folder(folder, replace=not is_complete_model(folder)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[_EOS, _PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=_EOS, eos_token=_EOS, pad_token=_PAD
+    )
+
+
+def _config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    from transformers import LlamaConfig, OPTConfig
+
+    shared = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == "tiny-opt":
+        return OPTConfig(ffn_dim=512, word_embed_proj_dim=128, dropout=0.0, init_std=0.05, **shared)
+    return LlamaConfig(intermediate_size=352, initializer_range=0.05, **shared)

@@ -1,0 +1,159 @@
+"""Model folders on disk and names of models. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+class ModelError(ValueError):
+    """A model that cannot be used; the message names it, what is wrong and the way out."""
+
+
+def missing_parts(folder: str | Path) -> list[str]:
+    """What a folder lacks to be a complete Hugging Face checkpoint; empty if it is one.
+
+    Looks at config.json, the safetensors weights (every file of the index there, none cut off)
+    and the tokenizer.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return [f"the folder {folder}"]
+    missing = []
+    if _read_json(folder / "config.json") is None:
+        missing.append("config.json")
+    missing += [name for name in _weight_files(folder) if not _is_whole(folder / name)]
+    if _read_json(folder / "tokenizer_config.json") is None:
+        missing.append("tokenizer_config.json")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append(" or ".join(_TOKENIZER_FILES))
+    return missing
+
+
+def is_complete_model(folder: str | Path) -> bool:
+    """Tell whether a folder holds a config, all weights and a tokenizer."""
+    return not missing_parts(folder)
+
+
+@contextmanager
+def new_folder(folder: str | Path, replace: bool = True) -> Iterator[Path]:
+    """A sibling folder to write into, renamed to `folder` at the end unless an error occurs.
+
+    Args:
+        replace: what happens to a `folder` that is there by then: it is replaced, or it stays and
+            the new one is dropped (another process was faster).
+    """
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}.new"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if not folder.exists():
+            temporary.rename(folder)
+        elif replace:
+            replaced = temporary.with_suffix(".old")
+            folder.rename(replaced)
+            temporary.rename(folder)
+            shutil.rmtree(replaced)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def cache_folder() -> Path:
+    """The user's own folder for built and fetched models, mode 0700, made if missing."""
+    root = platformdirs.user_cache_path("dschat")
+    folder = root / "models"
+    for path in (root, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def resolve_model(name: str, run_folder: str | Path | None = None) -> str:
+    """Path or Hub id of a model by the name that a configuration gives it.
+
+    Args:
+        name: `embedded:NAME` (built at its first use), a local folder, a model that was fetched
+            with `dschat models get`, a Hub id, or `sft` for what step 1 of the run made.
+        run_folder: folder of the run, which `sft` needs.
+
+    Raises:
+        ModelError: no such folder or name, or a model that is not there yet.
+    """
+    # Both are imported here because building and fetching stand on this module.
+    from engine.models import catalogue, embedded
+
+    if name == "sft" and run_folder is not None:
+        folder = Path(run_folder) / "step1-sft" / "model"
+        missing = missing_parts(folder)
+        if missing:
+            raise ModelError(
+                f"the model of step 1 in {folder} lacks {', '.join(missing)}; run step 1, or name "
+                "a finished model with models.sft"
+            )
+        return str(folder)
+    if name.startswith("embedded:"):
+        return str(embedded.build(name.removeprefix("embedded:")))
+    local = Path(name).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ModelError(
+                f"the folder {name!r} holds no config.json, so it is no Hugging Face model; name "
+                "the folder that holds config.json and the weights"
+            )
+        return str(local)
+    if name in catalogue.MODELS:
+        path = catalogue.model_path(name)
+        if path is None:
+            raise ModelError(f"{name} is not on this machine yet; run: dschat models get {name}")
+        return str(path)
+    if local.is_absolute() or name.startswith(("./", "../", "~")) or not _HUB_ID.fullmatch(name):
+        raise ModelError(f"the model folder {name!r} does not exist; check the path")
+    return name
+
+
+def is_local(path: str) -> bool:
+    """Tell whether a model path is a folder here, which then never touches the network."""
+    return os.path.isdir(path)
+
+
+def _read_json(path: Path) -> dict | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = _read_json(folder / _INDEX)
+    if index is None:
+        return [_INDEX] if (folder / _INDEX).exists() else ["model.safetensors"]
+    return sorted(set(index.get("weight_map", {}).values())) or [_INDEX]
+
+
+def _is_whole(path: Path) -> bool:
+    """Compare a safetensors file's size with what its header promises."""
+    try:
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_size <= path.stat().st_size - 8:
+                return False
+            header = json.loads(file.read(header_size))
+    except (OSError, ValueError):
+        return False
+    header.pop("__metadata__", None)
+    ends = [tensor["data_offsets"][1] for tensor in header.values()]
+    return path.stat().st_size == 8 + header_size + max(ends, default=0)

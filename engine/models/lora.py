@@ -1,0 +1,194 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) through peft, and the optimizer's parameter groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.config.schema import LoraConfig
+from engine.models.families import family_of
+from engine.models.folders import ModelError
+
+_ADAPTER = "default"
+
+
+def add_lora(
+    model: nn.Module, config: LoraConfig, keep_trainable: Sequence[str] = ("score",)
+) -> nn.Module:
+    """Put adapters into a causal language model or a `RewardModel`, in place.
+
+    Base weights stay as trainable as they are, unless `config.only`.
+
+    Args:
+        model: has a `config` of transformers.
+        config: rank, alpha, dropout and targets; no targets means those of the family.
+        keep_trainable: names of modules that train also under `config.only`.
+
+    Raises:
+        ModelError: no linear layer matches the targets.
+    """
+    trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = _target_names(model, config.targets)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.rank if config.alpha is None else config.alpha,
+            lora_dropout=config.dropout,
+            target_modules="|".join(re.escape(name) for name in names),
+            fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
+        ),
+        model,
+        _ADAPTER,
+    )
+    if not config.only:
+        for parameter in trained_before:
+            parameter.requires_grad_(True)
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in keep_trainable:
+            module.requires_grad_(True)
+    return model
+
+
+def _target_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    ]
+    patterns = patterns or family_of(model.config.model_type).lora_targets
+    matched = [name for name in linear if any(re.search(pattern, name) for pattern in patterns)]
+    if not matched:
+        examples = ", ".join(linear[:4] + linear[-1:])
+        raise ModelError(
+            f"the LoRA targets {list(patterns)} match none of the {len(linear)} linear layers of "
+            f"this {model.config.model_type} model; its layers are called {examples}"
+        )
+    return matched
+
+
+def lora_layers(model: nn.Module) -> list[LoraLayer]:
+    """All layers that carry adapters."""
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def describe_lora(model: nn.Module) -> str:
+    """One line on the adapters of a model, for the log."""
+    size = sum(
+        _full_size(parameter)
+        for name, parameter in model.named_parameters()
+        if _is_adapter(name) and parameter.requires_grad
+    )
+    return f"LoRA: {len(lora_layers(model))} modules, {size / 1e6:.2f} M trainable parameters"
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes bit for bit what its base weights alone compute.
+
+    Raises:
+        ModelError: the model has no adapters.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise ModelError("this model has no adapters to switch off; it was built without LoRA")
+    switched = [layer for layer in layers if not layer.disable_adapters]
+    try:
+        for layer in switched:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in switched:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLayer) -> Tensor:
+    """Base weight plus update of one layer: a new tensor, summed in fp32, in the base's format.
+
+    Under ZeRO-3 the layer's parameters must be gathered.
+    """
+    base = layer.get_base_layer().weight
+    update = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
+    if layer.fan_in_fan_out:
+        update = update.T
+    return (base.float() + layer.scaling[_ADAPTER] * update).to(base.dtype)
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights on the CPU with adapters merged, named as without LoRA; for saving.
+
+    The model itself is left alone. Under ZeRO-3 all ranks must call it; parameters are gathered
+    one after another, and only rank 0 gets them, the others an empty mapping. Tensors that are
+    neither gathered nor merged nor moved share memory with the model.
+    """
+    adapted = {f"{name}.base_layer.weight": module for name, module in _named_lora_layers(model)}
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    merged: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if _is_adapter(name):
+            continue
+        if id(tensor) not in seen:
+            value = _plain_value(tensor, adapted.get(name), keep)
+            if value is None:
+                continue
+            seen[id(tensor)] = value
+        merged[name.replace(".base_layer.", ".")] = seen[id(tensor)]
+    return merged
+
+
+def _named_lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+
+
+def _plain_value(tensor: Tensor, layer: LoraLayer | None, keep: bool) -> Tensor | None:
+    """One merged tensor on the CPU; None where it is gathered for another rank."""
+    if not hasattr(tensor, "ds_id"):
+        return tensor.detach().cpu() if layer is None else merged_weight(layer).cpu()
+    import deepspeed
+
+    needed = [tensor]
+    if layer is not None:
+        needed += [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
+    with deepspeed.zero.GatheredParameters(needed):
+        if not keep:
+            return None
+        return tensor.detach().cpu().clone() if layer is None else merged_weight(layer).cpu()
+
+
+def parameter_groups(
+    model: nn.Module, learning_rate: float, weight_decay: float, lora_learning_rate: float
+) -> list[dict[str, Any]]:
+    """Groups for the optimizer: decayed weights, biases and norms without decay, adapters.
+
+    Only parameters that train, no empty group. Each has a `name`: decay, no_decay or lora.
+    """
+    groups: dict[str, dict[str, Any]] = {
+        "decay": {"lr": learning_rate, "weight_decay": weight_decay},
+        "no_decay": {"lr": learning_rate, "weight_decay": 0.0},
+        "lora": {"lr": lora_learning_rate, "weight_decay": weight_decay},
+    }
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # Biases and the weights of all norms are the parameters with one dimension.
+        one_dimensional = len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        kind = "lora" if _is_adapter(name) else "no_decay" if one_dimensional else "decay"
+        groups[kind].setdefault("params", []).append(parameter)
+    return [{"name": kind, **group} for kind, group in groups.items() if "params" in group]
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _full_size(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())

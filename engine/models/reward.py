@@ -1,0 +1,127 @@
+"""One class for reward model and critic: a language model with a scalar head."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+
+from engine.algorithms.preference import gather_last
+from engine.models.families import position_arguments
+from engine.models.folders import ModelError
+from engine.models.load import load_config, load_weights
+
+_HEAD_STD = 0.02
+
+
+class RewardModel(nn.Module):
+    """A value at every token, and a score at the last one.
+
+    `model` is a plain `AutoModelForSequenceClassification` with one label and a head without bias,
+    which is what gets saved.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        dtype: torch.dtype,
+        dropout: float | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+    ) -> RewardModel:
+        """Load a saved reward model, or a causal language model that gets a fresh head.
+
+        The head's format is that of the base, since ZeRO-3 refuses mixed ones.
+
+        Args:
+            path: local folder or Hub id.
+            dtype: format of the weights.
+            dropout: probability for every dropout field of its config; None leaves them.
+            trust_remote_code: run Python code that comes with the model.
+            seed: of a fresh head, the same on every rank.
+
+        Raises:
+            ModelError: not found, more than one label, or weights other than the head missing.
+        """
+        config = load_config(path, dropout, trust_remote_code)
+        is_classifier = any(
+            "ForSequenceClassification" in name for name in config.architectures or ()
+        )
+        if is_classifier and config.num_labels != 1:
+            raise ModelError(
+                f"{path!r} classifies into {config.num_labels} labels; a reward model has 1"
+            )
+        config.num_labels = 1
+        model, loading = load_weights(
+            AutoModelForSequenceClassification, path, config, dtype, trust_remote_code
+        )
+        head = getattr(model, "score", None)
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ModelError(
+                f"models of type {config.model_type!r} have no linear head 'score' without bias; "
+                "use a causal language model such as OPT, Llama or GPT-2 as the reward model"
+            )
+        missing = sorted(set(loading["missing_keys"]) - {"score.weight"})
+        if missing:
+            raise ModelError(
+                f"the weights in {path!r} lack {missing[:3]}, which would start at random; give a "
+                "complete causal language model or reward model"
+            )
+        if "score.weight" in loading["missing_keys"]:
+            _initialize_head(head, seed)
+        return cls(model)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The config of the inner model."""
+        return self.model.config
+
+    @property
+    def normalization(self) -> tuple[float, float]:
+        """Mean and deviation of scores over samples of the SFT model; (0, 1) if not measured."""
+        return getattr(self.config, "score_mean", 0.0), getattr(self.config, "score_std", 1.0)
+
+    def set_normalization(self, mean: float, std: float) -> None:
+        """Keep mean and deviation of the scores in the config, so that they are saved with it."""
+        self.config.score_mean = float(mean)
+        self.config.score_std = float(std)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """A value at every token, fp32 `(batch, seq)`; those at padding mean nothing."""
+        decoder = self.model.base_model
+        hidden = decoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            **position_arguments(decoder, attention_mask),
+        ).last_hidden_state
+        return self.model.score(hidden).float().squeeze(-1)
+
+    def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The same as calling the model: fp32 `(batch, seq)`."""
+        return self(input_ids, attention_mask)
+
+    def scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The value at the last real token of each row, left or right padded; fp32 `(batch,)`."""
+        return gather_last(self(input_ids, attention_mask), attention_mask)
+
+
+@torch.no_grad()
+def _initialize_head(head: nn.Linear, seed: int) -> None:
+    """Fill a fresh head from a generator of its own, so that no other random state matters."""
+    generator = torch.Generator().manual_seed(seed)
+    fresh = torch.randn(1, head.in_features, generator=generator) * _HEAD_STD
+    if not hasattr(head.weight, "ds_id"):
+        head.weight.copy_(fresh)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(head.weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            head.weight.copy_(fresh)
