@@ -210,6 +210,11 @@ class RefConfig(Section):
     offload: bool = option(
         False, "Offload reference", "Keep the reference model's parameters in host memory"
     )
+    share_actor: bool = option(
+        True,
+        "Share with the actor",
+        "With only-LoRA the reference is the actor with its adapters off: no second copy",
+    )
 
 
 class HybridEngineConfig(Section):
@@ -416,8 +421,11 @@ class LoggingConfig(Section):
     tensorboard_dir: str | None = option(
         None, "TensorBoard folder", "Where event files go; empty: tensorboard/ of the step's folder"
     )
-    deepspeed_log_interval: PositiveInt = option(
-        10, "DeepSpeed interval", "Optimizer steps between DeepSpeed's own lines", "steps"
+    optimizer_interval: PositiveInt = option(
+        10,
+        "Optimizer interval",
+        "Optimizer steps between lines with each engine's steps, skipped steps, learning rates",
+        "steps",
     )
 
 

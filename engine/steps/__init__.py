@@ -1,0 +1,1 @@
+"""Entry points of the steps: `deepspeed --module engine.steps.NAME --config FILE --output RUN`."""

@@ -1,0 +1,1 @@
+"""The loops of the three steps."""

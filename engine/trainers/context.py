@@ -1,0 +1,127 @@
+"""What every step needs: its configuration, folders, number format, data and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from engine.config import RunConfig
+from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.schema import StepConfig
+from engine.data.phases import PhaseData, build_phase
+from engine.distributed import rank, seed_everything, world_size
+from engine.precision import dtype_name, resolve_dtype
+from engine.trainers.report import Report
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's rows are cut: over ranks, then over micro batches."""
+
+    micro_batch_size: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, options: StepConfig, ranks: int) -> BatchPlan:
+        """The plan for a step's options.
+
+        Raises:
+            ValueError: the batch size does not divide.
+        """
+        rows, rest = divmod(options.batch_size, ranks)
+        micro = options.micro_batch_size or rows
+        if rest or rows % micro:
+            raise ValueError(
+                f"batch_size={options.batch_size} cannot be cut into micro batches of {micro} "
+                f"rows on {ranks} ranks; make it a multiple of {micro * ranks}"
+            )
+        return cls(micro, rows // micro)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One step of a run, on this rank."""
+
+    config: RunConfig
+    run: Path
+    step: StepName
+    dtype: torch.dtype
+    report: Report
+
+    @classmethod
+    def create(cls, config: RunConfig, run: Path, step: StepName) -> StepContext:
+        """Prepare a step: its folder, its seeds, its report."""
+        folder = run / STEP_FOLDERS[step]
+        folder.mkdir(parents=True, exist_ok=True)
+        events = cls._events_folder(config, folder) if config.logging.tensorboard else None
+        report = Report(folder, None if events is None else events / "pipeline")
+        dtype = resolve_dtype(config.dtype)
+        report.note(f"dtype {dtype_name(dtype)}, {world_size()} ranks, seed {config.seed}")
+        seed_everything(config.seed)
+        return cls(config, run, step, dtype, report)
+
+    @property
+    def folder(self) -> Path:
+        """The step's own folder."""
+        return self.run / STEP_FOLDERS[self.step]
+
+    @staticmethod
+    def _events_folder(config: RunConfig, folder: Path) -> Path:
+        chosen = config.logging.tensorboard_dir
+        return Path(chosen) / folder.name if chosen else folder / "tensorboard"
+
+    def monitor(self, name: str) -> tuple[str, str] | None:
+        """Folder and name of the events of one engine, where TensorBoard is on."""
+        if not self.config.logging.tensorboard:
+            return None
+        return str(self._events_folder(self.config, self.folder)), name
+
+    def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: StepName) -> PhaseData:
+        """Tokenised data of a phase: rank 0 builds it, the others find it in the cache."""
+        self.report.phase("tokenising")
+        if rank() != 0:
+            dist.barrier()
+        data = build_phase(self.config, tokenizer, phase, note=self.report.note)
+        if rank() == 0 and world_size() > 1:
+            dist.barrier()
+        counts = ", ".join(f"{name} {count}" for name, count in data.counts.items())
+        self.report.note(
+            f"data: {len(data.train)} rows to train on, {len(data.eval)} held out; {counts}"
+        )
+        return data
+
+    def eval_batches(self, rows: int, batch_size: int) -> list[list[int]]:
+        """This rank's batches of row numbers, as many on every rank: ZeRO-3 needs all in step.
+
+        Rows that do not fill the last round are left out, fewer than the number of ranks.
+        """
+        own = list(range(rank(), rows - rows % world_size(), world_size()))
+        return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+
+    def sft_model(self) -> str:
+        """The model that step 1 made, or the finished one given in its place."""
+        return self.config.models.sft or str(self.run / STEP_FOLDERS["sft"] / "model")
+
+    def trained_reward_model(self) -> str:
+        """The model that step 2 made, or the finished one given in its place."""
+        made = self.run / STEP_FOLDERS["reward"] / "model"
+        return self.config.models.trained_reward or str(made)
+
+
+def length_of_training(options: StepConfig, batches_an_epoch: int) -> int:
+    """Number of steps: all epochs, or fewer if `max_steps` says so.
+
+    Raises:
+        ValueError: the data do not fill one batch.
+    """
+    if batches_an_epoch == 0:
+        raise ValueError(
+            f"batch_size={options.batch_size} is more than the rows of this step's data; "
+            "give it more data, a larger share of data.split, or a smaller batch"
+        )
+    steps = options.epochs * batches_an_epoch
+    return steps if options.max_steps is None else min(steps, options.max_steps)

@@ -1,0 +1,104 @@
+"""The answers of one generation step, with all that PPO learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from engine.algorithms.kl import k1
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Answers of this rank to its prompts.
+
+    Attributes:
+        ids: prompt left padded, answer right padded, `(batch, prompt + answer)`.
+        attention_mask: 1 on real tokens, `(batch, prompt + answer)`.
+        mask: bool, true on the answer's tokens up to its first EOS, `(batch, answer)`.
+        log_probs: of the actor that answered, `(batch, answer)`.
+        ref_log_probs: of the reference, `(batch, answer)`.
+        values: of the critic before the update, `(batch, answer)`.
+        entropies: of the actor that answered, in nats, `(batch, answer)`.
+        scores: of the reward model, as it gave them, `(batch,)`.
+        ended: bool, the answer has an EOS, `(batch,)`.
+        advantages, returns: what the update moves towards, `(batch, answer)`; None until known.
+    """
+
+    ids: Tensor
+    attention_mask: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    values: Tensor
+    entropies: Tensor
+    scores: Tensor
+    ended: Tensor
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def answers(self) -> Tensor:
+        """The answers' tokens, `(batch, answer)`."""
+        return self.ids[:, -self.mask.shape[1] :]
+
+    @property
+    def kl(self) -> Tensor:
+        """KL from the reference, estimator k1 summed over each answer, `(batch,)`."""
+        return (k1(self.log_probs, self.ref_log_probs) * self.mask).sum(dim=1)
+
+    def rows(self, index: Sequence[int]) -> Experience:
+        """Some rows, without columns that are padding in all of them."""
+        at = torch.as_tensor(index, device=self.ids.device)
+        chosen = {
+            field.name: value[at]
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        answer = self.mask.shape[1]
+        kept_answer = max(1, int(chosen["mask"].sum(dim=1).max()))
+        prompt_mask = chosen["attention_mask"][:, :-answer]
+        kept_prompt = int(prompt_mask.sum(dim=1).max())
+        start = prompt_mask.shape[1] - kept_prompt
+        stop = prompt_mask.shape[1] + kept_answer
+        for name, value in chosen.items():
+            if name in ("ids", "attention_mask"):
+                chosen[name] = value[:, start:stop]
+            elif value.dim() == 2:
+                chosen[name] = value[:, :kept_answer]
+        return Experience(**chosen)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Experience], pad_id: int) -> Experience:
+        """All rows of several batches, padded to the widest prompt and answer."""
+        if len(parts) == 1:
+            return parts[0]
+        answer = max(part.mask.shape[1] for part in parts)
+        prompt = max(part.ids.shape[1] - part.mask.shape[1] for part in parts)
+        padded = [_pad(part, prompt, answer, pad_id) for part in parts]
+        joined = {
+            field.name: torch.cat([getattr(part, field.name) for part in padded])
+            for field in fields(Experience)
+            if getattr(padded[0], field.name) is not None
+        }
+        return Experience(**joined)
+
+
+def _pad(part: Experience, prompt: int, answer: int, pad_id: int) -> Experience:
+    left = prompt - (part.ids.shape[1] - part.mask.shape[1])
+    right = answer - part.mask.shape[1]
+    changes: dict[str, Tensor] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if value is None or value.dim() == 1:
+            continue
+        sides = (left, right) if field.name in ("ids", "attention_mask") else (0, right)
+        filler = pad_id if field.name == "ids" else 0
+        changes[field.name] = torch.nn.functional.pad(value, sides, value=filler)
+    return replace(part, **changes)

@@ -1,0 +1,521 @@
+"""Step 3: PPO on the reward model's score (InstructGPT, section 3.5; PPO, arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine import training_log
+from engine.algorithms.advantages import generalized_advantages
+from engine.algorithms.kl import AdaptiveKLController
+from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
+from engine.algorithms.log_probs import entropy, token_log_probs
+from engine.algorithms.masks import ended_with_eos, length_mask, masked_moments, whiten
+from engine.algorithms.policy import explained_variance, policy_loss, value_loss
+from engine.algorithms.rewards import shape_scores, token_rewards
+from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, local_micro_batches
+from engine.data.phases import unsupervised_rows
+from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
+from engine.generation.plain import generate
+from engine.generation.sampling import Sampling
+from engine.models.load import load_tokenizer
+from engine.models.save import save_model
+from engine.planning.flops import (
+    forward_flops,
+    generation_flops,
+    training_flops,
+    weight_bytes_read_per_token,
+)
+from engine.trainers.context import StepContext, length_of_training
+from engine.trainers.engines import backward, gradient_norm, learning_rates
+from engine.trainers.experience import Experience
+from engine.trainers.rlhf_engine import RLHFEngine
+
+# Each rank samples from a stream of its own.
+_RANK_SEED_STRIDE = 1_000_003
+_REWARD_EMA_DECAY = 0.9
+# Rollout batches answered before training to find the mean and deviation of the scores.
+_NORMALIZATION_BATCHES = 2
+
+
+class PPOTrainer:
+    """Generates answers, scores them, and moves actor and critic by clipped updates."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        config, self.options = context.config, context.config.ppo
+        options = self.options
+
+        # 1. The tokenizer and the prompts.
+        self.tokenizer = load_tokenizer(
+            context.sft_model(),
+            trust_remote_code=config.models.trust_remote_code,
+            end_of_conversation_token=config.data.end_of_conversation_token,
+        )
+        self.data = context.build_data(self.tokenizer, "ppo")
+        self.collate = PromptCollator(self.tokenizer.pad_token_id)
+        lengths = [len(ids) for ids in self.data.train["prompt_ids"]]
+        self.batches = GlobalBatches(lengths, options.rollout_batch_size, config.seed)
+        self.total_steps = length_of_training(options, len(self.batches))
+        self.updates_a_step = options.inner_epochs * (
+            options.rollout_batch_size // options.batch_size
+        )
+
+        # 2. The engines.
+        self.engine = RLHFEngine(context, self.tokenizer, self.total_steps * self.updates_a_step)
+        self.sampling = Sampling(
+            max_new_tokens=options.max_answer_length,
+            temperature=options.temperature,
+            eos_ids=(self.tokenizer.eos_token_id,),
+            pad_id=self.tokenizer.pad_token_id,
+        )
+        own_seed = config.seed + _RANK_SEED_STRIDE * rank()
+        self.sampler = torch.Generator(device()).manual_seed(own_seed)
+        self.shuffler = torch.Generator().manual_seed(own_seed)
+        self.unsupervised = self._unsupervised_batches()
+
+        # 3. What adapts while training.
+        self.kl_controller = (
+            AdaptiveKLController(options.kl_coef, options.kl_target, options.kl_horizon)
+            if options.kl_target
+            else None
+        )
+        self.reward_ema: float | None = None
+        self.normalization: tuple[float, float] | None = None
+
+    @property
+    def kl_coef(self) -> float:
+        """The current weight of the KL in the reward."""
+        return self.kl_controller.value if self.kl_controller else self.options.kl_coef
+
+    def train(self) -> None:
+        """Run all generation steps."""
+        report, per_epoch = self.context.report, len(self.batches)
+        if self.options.normalize_reward:
+            self.normalization = self.measure_scores()
+        optimizer_steps = self.total_steps * self.updates_a_step
+        report.line(training_log.running_training(optimizer_steps))
+        for step in range(self.total_steps):
+            epoch, index = divmod(step, per_epoch)
+            if index == 0:
+                report.line(
+                    training_log.beginning_of_epoch(
+                        epoch + 1, self.options.epochs, per_epoch, generation=True
+                    )
+                )
+            self.train_step(step, epoch, self.batches.epoch(epoch)[index])
+
+    def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
+        """Answer a global batch of prompts, then update actor and critic on the answers."""
+        started = time.perf_counter()
+
+        # 1. Answers and their scores.
+        parts, generate_s, generate_flops, passes = [], 0.0, 0.0, 0
+        for prompts, mask in self.prompt_batches(rows):
+            part, seconds = self.generate_experience(prompts, mask)
+            parts.append(part)
+            generate_s += seconds
+            width = part.mask.shape[1]
+            passes += width
+            generate_flops += generation_flops(self.engine.actor_shape, *prompts.shape, width)
+        experience = Experience.concatenate(parts, self.tokenizer.pad_token_id)
+
+        # 2. What the update moves towards.
+        experience = self.add_targets(experience)
+
+        # 3. Inner epochs of updates, each over the answers in a fresh order.
+        train_started = time.perf_counter()
+        stats, maxima = Counter[str](), Counter[str]()
+        for minibatch in self.minibatches(len(experience)):
+            self.update(experience, minibatch, stats, maxima)
+        train_s = time.perf_counter() - train_started
+
+        # 4. The report.
+        e2e_s = time.perf_counter() - started
+        times = {"e2e_s": e2e_s, "generate_s": generate_s, "train_s": train_s}
+        flops = {"generate": generate_flops, "train": stats.pop("flops")}
+        self.report(step, epoch, experience, stats, maxima, times, flops, passes)
+
+    def prompt_batches(self, rows: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's prompts of a global batch, left padded, a generation batch at a time."""
+        size = self.options.generation_batch_size or len(rows) // world_size()
+        for cut in local_micro_batches(rows, rank(), world_size(), size):
+            batch = self.collate([self.data.train[row] for row in cut])
+            yield batch["input_ids"].to(device()), batch["attention_mask"].to(device())
+
+    def generate_experience(
+        self, prompts: Tensor, attention_mask: Tensor
+    ) -> tuple[Experience, float]:
+        """Answer prompts and compute what PPO needs to know of the answers.
+
+        Args:
+            prompts: left padded, `(batch, prompt)`.
+            attention_mask: `(batch, prompt)`.
+
+        Returns:
+            the experience and the seconds that generation took.
+        """
+        engine = self.engine
+        with engine.evaluation():
+            started = time.perf_counter()
+            generation = generate(
+                engine.actor.module, prompts, attention_mask, self.sampling, self.sampler
+            )
+            seconds = time.perf_counter() - started
+            answers, width = generation.answers, generation.answers.shape[1]
+            mask = length_mask(generation.lengths, width)
+            ids = torch.cat((prompts, answers), dim=1)
+            full_mask = torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1)
+            with torch.no_grad():
+                logits = engine.answer_logits(engine.actor, ids, full_mask, width)
+                experience = Experience(
+                    ids=ids,
+                    attention_mask=full_mask,
+                    mask=mask,
+                    log_probs=token_log_probs(logits, answers, self.options.temperature),
+                    ref_log_probs=engine.ref_log_probs(ids, full_mask, answers),
+                    values=engine.values(ids, full_mask, width),
+                    entropies=entropy(logits, self.options.temperature),
+                    scores=engine.scores(ids, full_mask),
+                    ended=ended_with_eos(answers, self.sampling.eos_ids),
+                )
+        return experience, seconds
+
+    def measure_scores(self) -> tuple[float, float]:
+        """Mean and deviation of the scores of the unchanged actor's answers, over all ranks."""
+        self.context.report.phase("measuring scores of the SFT model")
+        batches = self.batches.epoch(0)[:_NORMALIZATION_BATCHES]
+        scores = [
+            self.generate_experience(prompts, mask)[0].scores
+            for rows in batches
+            for prompts, mask in self.prompt_batches(rows)
+        ]
+        flat = torch.cat(scores)
+        mean, variance = masked_moments(flat, torch.ones_like(flat, dtype=torch.bool))
+        std = max(math.sqrt(variance), 1e-6)
+        self.context.report.note(f"scores of the SFT model: mean {mean:.4f}, deviation {std:.4f}")
+        return float(mean), std
+
+    def shaped_scores(self, experience: Experience) -> Tensor:
+        """Scores normalised, penalised and clipped, `(batch,)`."""
+        mean, std = self.normalization or (None, None)
+        return shape_scores(
+            experience.scores,
+            experience.ended,
+            mean=mean,
+            std=std,
+            missing_eos_penalty=self.options.missing_eos_penalty,
+            clip=self.options.reward_clip,
+        )
+
+    def add_targets(self, experience: Experience) -> Experience:
+        """The experience with advantages and returns; a collective of all ranks."""
+        rewards = token_rewards(
+            self.shaped_scores(experience),
+            experience.log_probs,
+            experience.ref_log_probs,
+            experience.mask,
+            self.kl_coef,
+        )
+        advantages, returns = generalized_advantages(
+            rewards, experience.values, experience.mask, self.options.gamma, self.options.gae_lambda
+        )
+        if self.options.whiten_advantages:
+            advantages = whiten(advantages, experience.mask)
+        return replace(experience, advantages=advantages, returns=returns)
+
+    def minibatches(self, rows: int) -> Iterator[list[list[int]]]:
+        """Micro batches of rows of each optimizer step, over all inner epochs."""
+        size = self.options.batch_size // world_size()
+        micro = self.engine.plan.micro_batch_size
+        for _ in range(self.options.inner_epochs):
+            order = torch.randperm(rows, generator=self.shuffler).tolist()
+            for start in range(0, rows, size):
+                minibatch = order[start : start + size]
+                yield [minibatch[at : at + micro] for at in range(0, size, micro)]
+
+    def update(
+        self,
+        experience: Experience,
+        minibatch: list[list[int]],
+        stats: Counter[str],
+        maxima: Counter[str],
+    ) -> None:
+        """One optimizer step of actor and critic on a minibatch, cut into micro batches."""
+        micro_batches = [experience.rows(rows) for rows in minibatch]
+        (tokens,) = sum_over_ranks(sum(batch.mask.sum() for batch in micro_batches))
+        for batch in micro_batches:
+            self.train_rlhf(batch, max(1.0, tokens), stats, maxima)
+        if self.engine.actor_ema and self.engine.actor.was_step_applied():
+            self.engine.actor_ema.update()
+
+    def train_rlhf(
+        self, batch: Experience, tokens: float, stats: Counter[str], maxima: Counter[str]
+    ) -> None:
+        """Forward, backward and (at the last micro batch) step of both engines.
+
+        Args:
+            batch: some rows of the experience.
+            tokens: of the whole minibatch on all ranks, which the losses are means over.
+            stats: sums over tokens, added to.
+            maxima: largest values, raised.
+        """
+        engine, options = self.engine, self.options
+        width = batch.mask.shape[1]
+
+        # 1. The actor, with the mixture loss in the same backward pass.
+        logits = engine.answer_logits(engine.actor, batch.ids, batch.attention_mask, width)
+        log_probs = token_log_probs(logits, batch.answers, options.temperature)
+        policy = policy_loss(log_probs, batch.log_probs, batch.advantages, batch.mask, options.clip)
+        loss = policy.loss_sum
+        if self.unsupervised is not None:
+            loss = loss + self.unsupervised_loss(tokens, stats)
+        backward(engine.actor, loss, tokens)
+        engine.actor.step()
+
+        # 2. The critic.
+        values = engine.values(batch.ids, batch.attention_mask, width)
+        critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
+        backward(engine.critic, critic.loss_sum, tokens)
+        engine.critic.step()
+
+        # 3. Sums for the report.
+        stats["actor_loss"] += float(policy.loss_sum)
+        stats["critic_loss"] += float(critic.loss_sum)
+        stats["tokens"] += float(policy.token_count)
+        stats["clipped"] += float(policy.clipped_count)
+        stats["value_clipped"] += float(critic.clipped_count)
+        stats["ratio"] += float(policy.ratio_sum)
+        stats["approx_kl"] += float(policy.approx_kl_sum)
+        maxima["ratio_max"] = max(maxima["ratio_max"], float(policy.ratio_max))
+        roles = self.context.config.actor, self.context.config.critic
+        for role, shape, head in zip(
+            roles, (engine.actor_shape, engine.critic_shape), ("lm", "score"), strict=True
+        ):
+            stats["flops"] += training_flops(
+                shape,
+                *batch.ids.shape,
+                checkpointing=role.gradient_checkpointing,
+                frozen_base=role.lora.only,
+                head=head,
+            )
+
+    def unsupervised_loss(self, tokens: float, stats: Counter[str]) -> Tensor:
+        """The mixture loss of one micro batch of text, scaled to stand beside a sum over `tokens`.
+
+        Its mean is weighted by `unsupervised_coef` (the PPO-ptx gamma of InstructGPT, equation 2).
+        """
+        batch = {name: tensor.to(device()) for name, tensor in next(self.unsupervised).items()}
+        logits = self.engine.actor(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+        ).logits
+        loss_sum, count = causal_lm_loss(logits, batch["labels"])
+        micro_batches = self.engine.plan.accumulation * world_size()
+        stats["unsupervised_loss"] += float(loss_sum)
+        stats["unsupervised_tokens"] += float(count)
+        stats["flops"] += training_flops(
+            self.engine.actor_shape,
+            *batch["input_ids"].shape,
+            checkpointing=self.context.config.actor.gradient_checkpointing,
+            frozen_base=self.context.config.actor.lora.only,
+        )
+        mean = loss_sum / max(1, int(count)) / micro_batches
+        return self.options.unsupervised_coef * mean * tokens
+
+    def _unsupervised_batches(self) -> Iterator[dict[str, Tensor]] | None:
+        """Endless micro batches of text of this rank, or None without unsupervised sources."""
+        config, options = self.context.config, self.options
+        if not config.data.unsupervised_sources:
+            return None
+        length = options.max_prompt_length + options.max_answer_length
+        rows = unsupervised_rows(config, self.tokenizer, length)
+        size = self.engine.plan.micro_batch_size
+        batches = GlobalBatches([length] * len(rows), size * world_size(), config.seed)
+        length_of_training(options, len(batches))
+        collate = SftCollator(self.tokenizer.pad_token_id)
+
+        def endless() -> Iterator[dict[str, Tensor]]:
+            epoch = 0
+            while True:
+                for batch in batches.epoch(epoch):
+                    (cut,) = local_micro_batches(batch, rank(), world_size(), size)
+                    yield collate([rows[row] for row in cut])
+                epoch += 1
+
+        return endless()
+
+    def report(
+        self,
+        step: int,
+        epoch: int,
+        experience: Experience,
+        stats: Counter[str],
+        maxima: Counter[str],
+        times: dict[str, float],
+        flops: dict[str, float],
+        passes: int,
+    ) -> None:
+        """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
+        report, engine, options = self.context.report, self.engine, self.options
+
+        # 1. What the answers were like.
+        lengths = experience.mask.sum(dim=1)
+        count, answered, ended, kl, uncertainty = sum_over_ranks(
+            len(experience),
+            lengths.sum(),
+            experience.ended.sum(),
+            experience.kl.sum(),
+            (experience.entropies * experience.mask).sum(),
+        )
+        everything = torch.ones_like(experience.scores, dtype=torch.bool)
+        score_mean, score_variance = masked_moments(experience.scores, everything)
+        shaped = self.shaped_scores(experience)
+        reward, _ = masked_moments(shaped, everything)
+        explained = explained_variance(experience.values, experience.returns, experience.mask)
+        at_bound, *_ = sum_over_ranks((shaped.abs() >= options.reward_clip).sum())
+        reward = float(reward)
+        previous = reward if self.reward_ema is None else self.reward_ema
+        self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
+
+        # 2. What the updates did.
+        names = sorted(stats)
+        sums = dict(zip(names, sum_over_ranks(*(stats[name] for name in names)), strict=True))
+        tokens = max(1.0, sums["tokens"])
+        actor_loss, critic_loss = sums["actor_loss"] / tokens, sums["critic_loss"] / tokens
+        text_tokens = sums.get("unsupervised_tokens", 0.0)
+        unsupervised = sums.get("unsupervised_loss", 0.0) / max(1.0, text_tokens)
+
+        # 3. The lines of the log.
+        width = experience.mask.shape[1]
+        sequence = experience.ids.shape[1]
+        scoring = forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
+        scoring += scoring if engine.ref is None else scoring
+        scoring += 2 * forward_flops(engine.critic_shape, *experience.ids.shape, head="score")
+        total_flops = flops["generate"] + flops["train"] + scoring
+        element = torch.finfo(self.context.dtype).bits // 8
+        moved = weight_bytes_read_per_token(engine.actor_shape, element) * passes
+        lines = training_log.PPOStep(
+            epoch=epoch,
+            step=step,
+            ppo_epoch=options.inner_epochs,
+            actor_loss=actor_loss,
+            critic_loss=critic_loss,
+            unsupervised_loss=unsupervised,
+            reward=reward,
+            reward_ema=self.reward_ema,
+            tflops=total_flops / times["e2e_s"] / 1e12,
+            generate_tflops=flops["generate"] / times["generate_s"] / 1e12,
+            train_tflops=flops["train"] / times["train_s"] / 1e12,
+            batch_size=int(count),
+            sequence_length=sequence,
+            answer_length_limit=width,
+            bandwidth_gb_s=moved / times["generate_s"] / 1e9,
+            actor_parameters_b=engine.actor_shape.parameters / 1e9,
+            critic_parameters_b=engine.critic_shape.parameters / 1e9,
+            **times,
+        ).lines()
+        for line in lines:
+            report.line(line)
+        report.metrics(
+            step,
+            {
+                "reward": reward,
+                "reward_ema": self.reward_ema,
+                "score_mean": float(score_mean),
+                "score_std": math.sqrt(score_variance),
+                "reward_at_clip_share": at_bound / count,
+                "kl": kl / count,
+                "kl_coef": self.kl_coef,
+                "entropy": uncertainty / max(1.0, answered),
+                "actor_loss": actor_loss,
+                "critic_loss": critic_loss,
+                "unsupervised_loss": unsupervised if text_tokens else None,
+                "approx_kl": sums["approx_kl"] / tokens,
+                "clip_fraction": sums["clipped"] / tokens,
+                "value_clip_fraction": sums["value_clipped"] / tokens,
+                "ratio_mean": sums["ratio"] / tokens,
+                "ratio_max": max_over_ranks(maxima["ratio_max"]),
+                "explained_variance": float(explained),
+                "answer_length": answered / count,
+                "eos_share": ended / count,
+                "actor_gradient_norm": gradient_norm(engine.actor),
+                "critic_gradient_norm": gradient_norm(engine.critic),
+                "actor_learning_rate": learning_rates(engine.actor)[0],
+                "critic_learning_rate": learning_rates(engine.critic)[0],
+                "tokens_per_s": answered / times["generate_s"],
+                "total_steps": self.total_steps,
+                **times,
+            },
+        )
+        updates = self.updates_a_step * (step + 1)
+        if updates % self.context.config.logging.optimizer_interval < self.updates_a_step:
+            report.optimizer(engine.actor)
+            report.optimizer(engine.critic)
+        report.events(
+            step,
+            {
+                "reward": reward,
+                "actor_loss": actor_loss,
+                "actor_loss_sum": sums["actor_loss"],
+                "critic_loss": critic_loss,
+                "critic_loss_sum": sums["critic_loss"],
+            },
+        )
+        self.write_rollouts(step, experience, shaped)
+        if self.kl_controller:
+            self.kl_controller.update(kl / count, int(count))
+
+    def write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
+        """Append rank 0's answers to rollouts.jsonl; print them if asked."""
+        logging = self.context.config.logging
+        printed = logging.print_answers and step % logging.print_answers_interval == 0
+        if rank() != 0 and not printed:
+            return
+        width = experience.mask.shape[1]
+        decode = self.tokenizer.decode
+        prompts = [
+            decode(ids[mask.bool()], skip_special_tokens=True)
+            for ids, mask in zip(
+                experience.ids[:, :-width], experience.attention_mask[:, :-width], strict=True
+            )
+        ]
+        answers = [
+            decode(ids[mask], skip_special_tokens=True)
+            for ids, mask in zip(experience.answers, experience.mask, strict=True)
+        ]
+        if printed:
+            every_rank = self.context.report.every_rank
+            every_rank(training_log.prompts_printed(step, rank(), prompts))
+            every_rank(training_log.answers_printed(step, rank(), answers))
+        if rank() != 0:
+            return
+        columns = {
+            "reward": rewards.tolist(),
+            "score": experience.scores.tolist(),
+            "kl": experience.kl.tolist(),
+            "length": experience.mask.sum(dim=1).tolist(),
+            "ended": experience.ended.tolist(),
+        }
+        with (self.context.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                record = {"step": step, "prompt": prompt, "answer": answer}
+                record |= {name: values[row] for name, values in columns.items()}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def save(self) -> None:
+        """Write actor, critic and the actor's average as complete Hugging Face folders."""
+        report, folder = self.context.report, self.context.folder
+        report.line(training_log.saving_model())
+        save_model(self.engine.critic.module, self.tokenizer, folder / "critic")
+        if self.engine.actor_ema:
+            with self.engine.actor_ema.in_place():
+                save_model(self.engine.actor.module, self.tokenizer, folder / "actor_ema")
+        save_model(self.engine.actor.module, self.tokenizer, folder / "actor")
+        report.line(training_log.step_finished(str(folder / "actor")))

@@ -1,0 +1,88 @@
+"""What a step writes while it runs: training.log (its stdout), metrics.jsonl, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepspeed import DeepSpeedEngine
+
+from engine import training_log
+from engine.distributed import rank
+
+
+class Report:
+    """Writes for rank 0; on other ranks everything but `every_rank` is silent."""
+
+    def __init__(self, folder: Path, tensorboard: Path | None = None) -> None:
+        self._metrics_file = folder / "metrics.jsonl"
+        self._silent = rank() != 0
+        self._events = None
+        if tensorboard is not None and not self._silent:
+            # An import of some seconds, for those who asked.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(tensorboard))
+
+    def line(self, line: str) -> None:
+        """Write a line into the log."""
+        if not self._silent:
+            self.every_rank(line)
+
+    def every_rank(self, line: str) -> None:
+        """Write a line into the log from this rank, whichever it is."""
+        training_log.write_line(sys.stdout, line)
+
+    def phase(self, name: str, percent: int | None = None) -> None:
+        """Name what the step is busy with."""
+        self.line(training_log.phase(name, percent))
+
+    def note(self, text: str) -> None:
+        """Tell something that a person should know."""
+        self.line(training_log.note(text))
+
+    def warning(self, text: str) -> None:
+        """Tell something that a person should look after."""
+        self.line(training_log.warning(text))
+
+    def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write the quantities of a step into the log and metrics.jsonl, with the same names."""
+        self.line(training_log.metrics(step, values))
+        self.record({"kind": "metrics", "step": step, **values})
+
+    def optimizer(self, engine: DeepSpeedEngine) -> None:
+        """Write an engine's steps, skipped steps and learning rates, in DeepSpeed's wording."""
+        groups = engine.optimizer.param_groups
+        self.line(
+            training_log.optimizer_step(
+                engine.global_steps,
+                engine.skipped_steps,
+                [group["lr"] for group in groups],
+                [group["betas"] for group in groups],
+            )
+        )
+
+    def record(self, values: Mapping[str, object]) -> None:
+        """Append one JSON object to metrics.jsonl; numbers that are not finite become words."""
+        if self._silent:
+            return
+        plain = {name: _finite(value) for name, value in values.items()}
+        with self._metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain) + "\n")
+
+    def events(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars of the pipeline to TensorBoard, where it is on."""
+        if self._events is None:
+            return
+        for name, value in values.items():
+            self._events.add_scalar(name, value, global_step=step)
+        self._events.flush()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

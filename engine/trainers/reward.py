@@ -1,0 +1,250 @@
+"""Step 2: the reward model, trained to score chosen answers above rejected ones."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from engine import training_log
+from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_loss_all_tokens
+from engine.config.deepspeed import deepspeed_config
+from engine.data.batches import GlobalBatches, PairCollator, local_micro_batches
+from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.models.load import load_tokenizer, resolve_model
+from engine.models.lora import add_lora, describe_lora, parameter_groups
+from engine.models.reward import RewardModel
+from engine.models.save import save_model
+from engine.planning.flops import training_flops
+from engine.planning.shapes import ModelShape
+from engine.precision import dtype_name
+from engine.trainers.context import BatchPlan, StepContext, length_of_training
+from engine.trainers.engines import (
+    OptimizerPlan,
+    backward,
+    gradient_norm,
+    learning_rates,
+    training_engine,
+    zero3_loading,
+)
+
+
+class RewardTrainer:
+    """Trains a scalar score on pairs (InstructGPT, equation 1); accuracy on held-out pairs."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        config, report, options = context.config, context.report, context.config.reward
+
+        # 1. The tokenizer and the data.
+        from_sft = config.models.reward == "sft"
+        source = context.sft_model() if from_sft else resolve_model(config.models.reward)
+        self.tokenizer = load_tokenizer(
+            source,
+            trust_remote_code=config.models.trust_remote_code,
+            end_of_conversation_token=config.data.end_of_conversation_token,
+        )
+        self.data = context.build_data(self.tokenizer, "reward")
+        self.collate = PairCollator(self.tokenizer.pad_token_id)
+        lengths = [
+            max(len(chosen), len(rejected))
+            for chosen, rejected in zip(
+                self.data.train["chosen_ids"], self.data.train["rejected_ids"], strict=True
+            )
+        ]
+        self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
+        self.total_steps = length_of_training(options, len(self.batches))
+
+        # 2. The model: in ZeRO-3 shards, with adapters, where asked. Its head always trains.
+        report.phase("loading the model")
+        self.plan = BatchPlan.of(options, world_size())
+        engine_config = deepspeed_config(
+            zero_stage=config.critic.zero_stage,
+            offload=config.critic.offload,
+            dtype=dtype_name(context.dtype),
+            micro_batch_size=self.plan.micro_batch_size,
+            accumulation=self.plan.accumulation,
+            ranks=world_size(),
+            max_gradient_norm=options.max_gradient_norm,
+            monitor=context.monitor("reward"),
+        )
+        with zero3_loading(engine_config):
+            model = RewardModel.from_pretrained(
+                source,
+                context.dtype,
+                dropout=config.critic.dropout,
+                trust_remote_code=config.models.trust_remote_code,
+                tokenizer=self.tokenizer,
+            )
+        self.shape = ModelShape.from_config(model.config.to_dict())
+        if config.critic.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        if config.critic.lora.rank:
+            model = add_lora(model, config.critic.lora)
+            report.note(describe_lora(model))
+
+        # 3. The engine.
+        groups = parameter_groups(
+            model, options.learning_rate, options.weight_decay, config.critic.lora.learning_rate
+        )
+        optimizer = OptimizerPlan(
+            groups=groups,
+            betas=options.adam_betas,
+            eps=1e-8,
+            scheduler=options.scheduler,
+            warmup_steps=options.warmup_steps,
+            total_steps=self.total_steps,
+        )
+        self.engine = training_engine(model, engine_config, optimizer)
+
+    def train(self) -> None:
+        """Run all optimizer steps, with evaluations before, between and after epochs."""
+        options, report = self.context.config.reward, self.context.report
+        per_epoch = len(self.batches)
+        report.line(training_log.running_training())
+        self.evaluate(epoch=0)
+        losses: list[float] = []
+        for step in range(self.total_steps):
+            epoch, index = divmod(step, per_epoch)
+            if index == 0:
+                report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
+                losses = []
+            losses.append(self.train_step(step, self.batches.epoch(epoch)[index]))
+            last = index + 1 == per_epoch or step + 1 == self.total_steps
+            if last:
+                mean = sum(losses) / len(losses)
+                report.line(training_log.epoch_loss(epoch + 1, options.epochs, mean))
+            if last or (options.eval_interval and (step + 1) % options.eval_interval == 0):
+                self.evaluate(epoch + 1, step if not last else None)
+
+    def train_step(self, step: int, rows: list[int]) -> float:
+        """One optimizer step on a global batch of pairs; returns the mean loss."""
+        config, report = self.context.config, self.context.report
+        started = time.perf_counter()
+
+        # 1. Forward and backward of this rank's micro batches.
+        cuts = local_micro_batches(rows, rank(), world_size(), self.plan.micro_batch_size)
+        totals = torch.zeros(4, dtype=torch.float64)
+        flops, tokens, width = 0.0, 0, 0
+        for cut in cuts:
+            batch = self.collate([self.data.train[row] for row in cut])
+            loss, chosen, rejected = self.loss(batch)
+            backward(self.engine, loss, len(rows))
+            self.engine.step()
+            correct = (chosen > rejected).sum()
+            totals += torch.stack([loss, correct, chosen.sum(), rejected.sum()]).detach().cpu()
+            flops += training_flops(
+                self.shape,
+                *batch["input_ids"].shape,
+                checkpointing=config.critic.gradient_checkpointing,
+                frozen_base=config.critic.lora.only,
+                head="score",
+            )
+            tokens += int(batch["attention_mask"].sum())
+            width = max(width, batch["input_ids"].shape[1])
+
+        # 2. The report, over all ranks.
+        *sums, tokens_everywhere = sum_over_ranks(*totals.tolist(), tokens)
+        loss_mean, accuracy, chosen_mean, rejected_mean = (total / len(rows) for total in sums)
+        seconds = time.perf_counter() - started
+        pairs = sum(len(cut) for cut in cuts)
+        report.line(
+            training_log.throughput(
+                self.shape.parameters / 1e9,
+                seconds,
+                flops / seconds / 1e12,
+                pairs / seconds,
+                pairs,
+                width,
+            )
+        )
+        report.metrics(
+            step,
+            {
+                "loss": loss_mean,
+                "accuracy": accuracy,
+                "margin": chosen_mean - rejected_mean,
+                "chosen": chosen_mean,
+                "rejected": rejected_mean,
+                "learning_rate": learning_rates(self.engine)[0],
+                "gradient_norm": gradient_norm(self.engine),
+                "tokens_per_s": tokens_everywhere / seconds,
+                "total_steps": self.total_steps,
+            },
+        )
+        if (step + 1) % config.logging.optimizer_interval == 0:
+            report.optimizer(self.engine)
+        return loss_mean
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, chosen scores `(pairs,)` and rejected scores `(pairs,)` of a batch."""
+        options = self.context.config.reward
+        ids, mask = batch["input_ids"].to(device()), batch["attention_mask"].to(device())
+        values = self.engine(input_ids=ids, attention_mask=mask)
+        chosen, rejected = gather_last(values, mask).chunk(2)
+        if options.loss == "last_token":
+            loss = pairwise_loss(chosen, rejected)
+        else:
+            loss = pairwise_loss_all_tokens(
+                *values.chunk(2),
+                *(part for pair in zip(ids.chunk(2), mask.chunk(2), strict=True) for part in pair),
+            )
+        if options.score_penalty:
+            penalty = torch.cat((chosen, rejected)).square().sum() / 2
+            loss = loss + options.score_penalty * penalty
+        return loss, chosen, rejected
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int, step: int | None = None) -> float:
+        """Accuracy on the held-out pairs over all ranks; with `step`, in the middle of an epoch."""
+        options, report = self.context.config.reward, self.context.report
+        self.engine.eval()
+        sums = torch.zeros(4, dtype=torch.float64)
+        pairs_of, correct_of = Counter[str](), Counter[str]()
+        for rows in self.context.eval_batches(len(self.data.eval), options.eval_batch_size):
+            pairs = [self.data.eval[row] for row in rows]
+            loss, chosen, rejected = self.loss(self.collate(pairs))
+            correct = chosen > rejected
+            sums += torch.stack([loss, correct.sum(), chosen.sum(), rejected.sum()]).cpu()
+            kinds = [pair.get("kind") or "pair" for pair in pairs]
+            pairs_of.update(kinds)
+            correct_of.update(
+                kind for kind, right in zip(kinds, correct.tolist(), strict=True) if right
+            )
+        self.engine.train()
+        *sums_everywhere, count = sum_over_ranks(*sums.tolist(), pairs_of.total())
+        loss_mean, accuracy, chosen_mean, rejected_mean = (
+            total / max(1.0, count) for total in sums_everywhere
+        )
+        if step is None:
+            report.line(training_log.evaluating("reward", epoch, options.epochs))
+            report.line(training_log.reward_scores(chosen_mean, rejected_mean, accuracy))
+        else:
+            line = training_log.reward_scores_at(step, chosen_mean, rejected_mean, accuracy)
+            report.line(line)
+        report.record(
+            {
+                "kind": "reward_eval",
+                "epoch": epoch,
+                "loss": loss_mean,
+                "chosen": chosen_mean,
+                "rejected": rejected_mean,
+                "accuracy": accuracy,
+                "pairs": int(count),
+            }
+        )
+        kinds = sorted(set(self.data.eval["kind"])) if "kind" in self.data.eval.column_names else []
+        for kind in kinds:
+            right, of = sum_over_ranks(correct_of[kind], pairs_of[kind])
+            report.note(f"held-out pairs of kind {kind}: {right:.0f} of {of:.0f} right")
+        return accuracy
+
+    def save(self) -> None:
+        """Write the model as a complete Hugging Face folder."""
+        report = self.context.report
+        report.line(training_log.saving_model())
+        folder = self.context.folder / "model"
+        save_model(self.engine.module, self.tokenizer, folder)
+        report.line(training_log.step_finished(str(folder)))

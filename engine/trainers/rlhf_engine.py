@@ -1,0 +1,233 @@
+"""The models of step 3: actor, reference, critic, reward model, and the actor's average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from engine.algorithms.averages import ema_update
+from engine.algorithms.log_probs import token_log_probs
+from engine.algorithms.preference import gather_last
+from engine.config.deepspeed import deepspeed_config
+from engine.config.schema import RoleConfig
+from engine.distributed import world_size
+from engine.models.families import position_arguments
+from engine.models.load import load_causal_lm, resize_for
+from engine.models.lora import add_lora, adapters_off, describe_lora, parameter_groups
+from engine.models.reward import RewardModel
+from engine.planning.shapes import ModelShape
+from engine.precision import dtype_name
+from engine.trainers.context import BatchPlan, StepContext
+from engine.trainers.engines import OptimizerPlan, frozen_engine, training_engine, zero3_loading
+
+
+class RLHFEngine:
+    """Holds the four engines of step 3 and computes with them.
+
+    All per-token results are `(batch, answer)`: entry t belongs to the answer's token t, its
+    log-probability and value to the state before it.
+
+    Attributes:
+        actor: trained by PPO, from the SFT model.
+        ref: frozen, where the actor started; None where it is the actor without its adapters.
+        critic: trained to predict returns, from the reward model.
+        reward: frozen, the reward model.
+        actor_ema: average of the actor's weights, or None.
+    """
+
+    def __init__(
+        self, context: StepContext, tokenizer: PreTrainedTokenizerBase, optimizer_steps: int
+    ) -> None:
+        self.context = context
+        self.tokenizer = tokenizer
+        config, report = context.config, context.report
+        self.plan = BatchPlan.of(config.ppo, world_size())
+
+        report.phase("loading the actor")
+        actor = self._load_actor(config.actor)
+        self.actor_shape = ModelShape.from_config(actor.config.to_dict())
+        if config.actor.gradient_checkpointing:
+            actor.gradient_checkpointing_enable()
+        if config.actor.lora.rank:
+            actor = add_lora(actor, config.actor.lora)
+            report.note(f"actor {describe_lora(actor)}")
+        self.actor = self._train(actor, "actor", config.actor, optimizer_steps)
+
+        shared = config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
+        self.ref: DeepSpeedEngine | None = None
+        if shared:
+            report.note("the reference is the actor with its adapters off")
+        else:
+            report.phase("loading the reference")
+            self.ref = self._load_ref()
+
+        report.phase("loading the critic")
+        critic = self._load_critic(config.critic)
+        self.critic_shape = ModelShape.from_config(critic.config.to_dict())
+        if config.critic.gradient_checkpointing:
+            critic.model.gradient_checkpointing_enable()
+        if config.critic.lora.rank:
+            critic = add_lora(critic, config.critic.lora)
+            report.note(f"critic {describe_lora(critic)}")
+        self.critic = self._train(critic, "critic", config.critic, optimizer_steps)
+
+        report.phase("loading the reward model")
+        self.reward = self._load_reward()
+        self.actor_ema = ActorAverage(self.actor, config.ema.decay) if config.ema.enabled else None
+
+    def _engine_config(
+        self, role: RoleConfig, trained: bool, monitor: str | None = None, offload: bool = False
+    ) -> dict:
+        context = self.context
+        stage = role.zero_stage
+        return deepspeed_config(
+            # A model that is not trained has only parameters to shard.
+            zero_stage=stage if trained or stage == 3 else 0,
+            offload=offload,
+            dtype=dtype_name(context.dtype),
+            micro_batch_size=self.plan.micro_batch_size,
+            accumulation=self.plan.accumulation,
+            ranks=world_size(),
+            max_gradient_norm=context.config.ppo.max_gradient_norm if trained else None,
+            monitor=context.monitor(monitor) if monitor else None,
+        )
+
+    def _load_actor(self, role: RoleConfig) -> nn.Module:
+        with zero3_loading(self._engine_config(role, trained=True)):
+            model = load_causal_lm(
+                self.context.sft_model(),
+                self.context.dtype,
+                dropout=role.dropout or 0.0,
+                trust_remote_code=self.context.config.models.trust_remote_code,
+            )
+            resize_for(model, self.tokenizer)
+        return model
+
+    def _load_ref(self) -> DeepSpeedEngine:
+        config = self.context.config
+        engine_config = self._engine_config(config.actor, trained=False, offload=config.ref.offload)
+        with zero3_loading(engine_config):
+            model = load_causal_lm(
+                self.context.sft_model(),
+                self.context.dtype,
+                trust_remote_code=config.models.trust_remote_code,
+            )
+            resize_for(model, self.tokenizer)
+        return frozen_engine(model, engine_config)
+
+    def _load_critic(self, role: RoleConfig) -> RewardModel:
+        with zero3_loading(self._engine_config(role, trained=True)):
+            return RewardModel.from_pretrained(
+                self.context.trained_reward_model(),
+                self.context.dtype,
+                dropout=role.dropout or 0.0,
+                trust_remote_code=self.context.config.models.trust_remote_code,
+            )
+
+    def _load_reward(self) -> DeepSpeedEngine:
+        config = self.context.config
+        engine_config = self._engine_config(config.critic, trained=False)
+        with zero3_loading(engine_config):
+            model = RewardModel.from_pretrained(
+                self.context.trained_reward_model(),
+                self.context.dtype,
+                trust_remote_code=config.models.trust_remote_code,
+            )
+        return frozen_engine(model, engine_config)
+
+    def _train(
+        self, model: nn.Module, name: str, role: RoleConfig, optimizer_steps: int
+    ) -> DeepSpeedEngine:
+        ppo = self.context.config.ppo
+        plan = OptimizerPlan(
+            groups=parameter_groups(
+                model, role.learning_rate, role.weight_decay, role.lora.learning_rate
+            ),
+            betas=ppo.adam_betas,
+            eps=ppo.adam_eps,
+            scheduler=ppo.scheduler,
+            warmup_steps=ppo.warmup_steps,
+            total_steps=optimizer_steps,
+        )
+        engine_config = self._engine_config(role, True, monitor=name, offload=role.offload)
+        return training_engine(model, engine_config, plan)
+
+    def answer_logits(
+        self, model: DeepSpeedEngine, ids: Tensor, mask: Tensor, width: int
+    ) -> Tensor:
+        """Logits that predict the last `width` tokens of each row: `(batch, width, vocabulary)`."""
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            use_cache=False,
+            logits_to_keep=width + 1,
+            **position_arguments(model.module, mask),
+        ).logits
+        return logits[:, -width - 1 : -1]
+
+    @torch.no_grad()
+    def ref_log_probs(self, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
+        """Log-probabilities of the answers under the reference, `(batch, answer)`."""
+        model = self.actor if self.ref is None else self.ref
+        with adapters_off(model.module) if self.ref is None else nullcontext():
+            logits = self.answer_logits(model, ids, mask, answers.shape[1])
+        return token_log_probs(logits, answers, self.context.config.ppo.temperature)
+
+    def values(self, ids: Tensor, mask: Tensor, width: int) -> Tensor:
+        """The critic's values of the states before the last `width` tokens, `(batch, width)`."""
+        return self.critic(input_ids=ids, attention_mask=mask)[:, -width - 1 : -1]
+
+    @torch.no_grad()
+    def scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The reward model's score of each row at its last token, `(batch,)`."""
+        return gather_last(self.reward(input_ids=ids, attention_mask=mask), mask)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Actor and critic without dropout inside, training after."""
+        self.actor.eval()
+        self.critic.eval()
+        try:
+            yield
+        finally:
+            self.actor.train()
+            self.critic.train()
+
+
+class ActorAverage:
+    """Exponential moving average of the trained weights, in fp32, shard by shard.
+
+    In 16 bit its small updates would vanish. Under ZeRO-3 each rank averages its own shards,
+    without a gather.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
+        self._shards = [shard.float().clone() for shard in self._current()]
+
+    def _current(self) -> list[Tensor]:
+        trained = (p for p in self._engine.module.parameters() if p.requires_grad)
+        return [p.ds_tensor if hasattr(p, "ds_tensor") else p.data for p in trained]
+
+    def update(self) -> None:
+        """Move the average towards the weights; call after a real optimizer step alone."""
+        ema_update(self._shards, [shard.float() for shard in self._current()], self._decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the average into the actor, to save or evaluate it; the weights come back."""
+        current = self._current()
+        weights = [shard.clone() for shard in current]
+        try:
+            for shard, average in zip(current, self._shards, strict=True):
+                shard.copy_(average)
+            yield
+        finally:
+            for shard, weight in zip(current, weights, strict=True):
+                shard.copy_(weight)

@@ -1,0 +1,206 @@
+"""Step 1: supervised fine-tuning of the actor on dialogues."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from engine import training_log
+from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
+from engine.config.deepspeed import deepspeed_config
+from engine.data.batches import GlobalBatches, SftCollator, local_micro_batches
+from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.models.load import load_causal_lm, load_tokenizer, resolve_model
+from engine.models.lora import add_lora, describe_lora, parameter_groups
+from engine.models.save import save_model
+from engine.planning.flops import training_flops
+from engine.planning.shapes import ModelShape
+from engine.precision import dtype_name
+from engine.trainers.context import BatchPlan, StepContext, length_of_training
+from engine.trainers.engines import (
+    OptimizerPlan,
+    backward,
+    gradient_norm,
+    learning_rates,
+    training_engine,
+    zero3_loading,
+)
+
+
+class SFTTrainer:
+    """Trains the base model on answers; perplexity before and after each epoch."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        config, report, options = context.config, context.report, context.config.sft
+
+        # 1. The tokenizer and the data.
+        source = resolve_model(config.models.actor)
+        self.tokenizer = load_tokenizer(
+            source,
+            trust_remote_code=config.models.trust_remote_code,
+            end_of_conversation_token=config.data.end_of_conversation_token,
+        )
+        self.data = context.build_data(self.tokenizer, "sft")
+        self.collate = SftCollator(self.tokenizer.pad_token_id)
+        lengths = [len(ids) for ids in self.data.train["input_ids"]]
+        self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
+        self.total_steps = length_of_training(options, len(self.batches))
+
+        # 2. The model: in ZeRO-3 shards, with adapters, where asked.
+        report.phase("loading the model")
+        self.plan = BatchPlan.of(options, world_size())
+        engine_config = deepspeed_config(
+            zero_stage=config.actor.zero_stage,
+            offload=config.actor.offload,
+            dtype=dtype_name(context.dtype),
+            micro_batch_size=self.plan.micro_batch_size,
+            accumulation=self.plan.accumulation,
+            ranks=world_size(),
+            max_gradient_norm=options.max_gradient_norm,
+            monitor=context.monitor("sft"),
+        )
+        with zero3_loading(engine_config):
+            model = load_causal_lm(
+                source,
+                context.dtype,
+                dropout=config.actor.dropout,
+                trust_remote_code=config.models.trust_remote_code,
+                tokenizer=self.tokenizer,
+            )
+        self.shape = ModelShape.from_config(model.config.to_dict())
+        if config.actor.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        if config.actor.lora.rank:
+            model = add_lora(model, config.actor.lora)
+            report.note(describe_lora(model))
+
+        # 3. The engine.
+        groups = parameter_groups(
+            model, options.learning_rate, options.weight_decay, config.actor.lora.learning_rate
+        )
+        optimizer = OptimizerPlan(
+            groups=groups,
+            betas=options.adam_betas,
+            eps=1e-8,
+            scheduler=options.scheduler,
+            warmup_steps=options.warmup_steps,
+            total_steps=self.total_steps,
+        )
+        self.engine = training_engine(model, engine_config, optimizer)
+
+    def train(self) -> None:
+        """Run all optimizer steps, with evaluations before, between and after epochs."""
+        options, report = self.context.config.sft, self.context.report
+        per_epoch = len(self.batches)
+        report.line(training_log.running_training())
+        self.evaluate(epoch=0)
+        for step in range(self.total_steps):
+            epoch, index = divmod(step, per_epoch)
+            if index == 0:
+                report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
+            self.train_step(step, epoch, self.batches.epoch(epoch)[index])
+            between = options.eval_interval and (step + 1) % options.eval_interval == 0
+            if between or index + 1 == per_epoch or step + 1 == self.total_steps:
+                self.evaluate(epoch + 1)
+
+    def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
+        """One optimizer step on a global batch of rows."""
+        config, report = self.context.config, self.context.report
+        started = time.perf_counter()
+
+        # 1. This rank's micro batches, and over how many tokens all ranks take the mean.
+        cuts = local_micro_batches(rows, rank(), world_size(), self.plan.micro_batch_size)
+        batches = [self.collate([self.data.train[row] for row in cut]) for cut in cuts]
+        trained_tokens = sum(int((b["labels"][:, 1:] != IGNORED_LABEL).sum()) for b in batches)
+        read_tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        trained_tokens_everywhere, read_tokens_everywhere = sum_over_ranks(
+            trained_tokens, read_tokens
+        )
+
+        # 2. Forward and backward.
+        loss_sum = torch.zeros((), device=device())
+        for batch in batches:
+            batch_loss, _ = self.loss(batch)
+            backward(self.engine, batch_loss, max(1.0, trained_tokens_everywhere))
+            loss_sum += batch_loss.detach()
+            self.engine.step()
+
+        # 3. The report.
+        (loss_everywhere,) = sum_over_ranks(loss_sum)
+        seconds = time.perf_counter() - started
+        samples = sum(len(cut) for cut in cuts)
+        width = max(batch["input_ids"].shape[1] for batch in batches)
+        flops = sum(
+            training_flops(
+                self.shape,
+                *batch["input_ids"].shape,
+                checkpointing=config.actor.gradient_checkpointing,
+                frozen_base=config.actor.lora.only,
+            )
+            for batch in batches
+        )
+        if config.logging.print_loss:
+            own_loss = float(loss_sum) / max(1, trained_tokens)
+            report.every_rank(training_log.step_loss(epoch, step, rank(), own_loss))
+        report.line(
+            training_log.throughput(
+                self.shape.parameters / 1e9,
+                seconds,
+                flops / seconds / 1e12,
+                samples / seconds,
+                samples,
+                width,
+            )
+        )
+        report.metrics(
+            step,
+            {
+                "loss": loss_everywhere / max(1.0, trained_tokens_everywhere),
+                "learning_rate": learning_rates(self.engine)[0],
+                "gradient_norm": gradient_norm(self.engine),
+                "tokens_per_s": read_tokens_everywhere / seconds,
+                "trained_token_share": trained_tokens_everywhere / read_tokens_everywhere,
+                "total_steps": self.total_steps,
+            },
+        )
+        if (step + 1) % config.logging.optimizer_interval == 0:
+            report.optimizer(self.engine)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of a batch and the number of tokens it was summed over."""
+        batch = {name: tensor.to(device()) for name, tensor in batch.items()}
+        logits = self.engine(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+        ).logits
+        return causal_lm_loss(logits, batch["labels"])
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> float:
+        """Perplexity over the trained tokens of the held-out rows, over all ranks."""
+        options, report = self.context.config.sft, self.context.report
+        self.engine.eval()
+        loss_sum, tokens = 0.0, 0.0
+        for rows in self.context.eval_batches(len(self.data.eval), options.eval_batch_size):
+            batch = self.collate([self.data.eval[row] for row in rows])
+            batch_loss, batch_tokens = self.loss(batch)
+            loss_sum += float(batch_loss)
+            tokens += float(batch_tokens)
+        self.engine.train()
+        loss_sum, tokens = sum_over_ranks(loss_sum, tokens)
+        loss = loss_sum / max(1.0, tokens)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        report.line(training_log.evaluating("perplexity", epoch, options.epochs))
+        report.line(training_log.perplexity(perplexity, loss))
+        report.record({"kind": "eval", "epoch": epoch, "ppl": perplexity, "loss": loss})
+        return perplexity
+
+    def save(self) -> None:
+        """Write the model as a complete Hugging Face folder."""
+        report = self.context.report
+        report.line(training_log.saving_model())
+        folder = self.context.folder / "model"
+        save_model(self.engine.module, self.tokenizer, folder)
+        report.line(training_log.step_finished(str(folder)))
