@@ -15,7 +15,7 @@ from torch import Tensor
 from engine import training_log
 from engine.algorithms.advantages import generalized_advantages
 from engine.algorithms.kl import AdaptiveKLController
-from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
+from engine.algorithms.language_modeling import causal_lm_loss
 from engine.algorithms.log_probs import entropy, token_log_probs
 from engine.algorithms.masks import ended_with_eos, length_mask, masked_moments, whiten
 from engine.algorithms.policy import explained_variance, policy_loss, value_loss
@@ -395,8 +395,8 @@ class PPOTrainer:
         # 3. The lines of the log.
         width = experience.mask.shape[1]
         sequence = experience.ids.shape[1]
-        scoring = forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
-        scoring += scoring if engine.ref is None else scoring
+        # Actor and reference, critic and reward model read each answer once.
+        scoring = 2 * forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
         scoring += 2 * forward_flops(engine.critic_shape, *experience.ids.shape, head="score")
         total_flops = flops["generate"] + flops["train"] + scoring
         element = torch.finfo(self.context.dtype).bits // 8

@@ -18,7 +18,7 @@ from engine.config.schema import RoleConfig
 from engine.distributed import world_size
 from engine.models.families import position_arguments
 from engine.models.load import load_causal_lm, resize_for
-from engine.models.lora import add_lora, adapters_off, describe_lora, parameter_groups
+from engine.models.lora import adapters_off, add_lora, describe_lora, parameter_groups
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name

@@ -1,0 +1,46 @@
+# Everything happens in .venv, which the first target makes by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-gpu lint format bench clean
+
+demo: $(VENV)/installed
+	rm -rf output/demo
+	$(BIN)/dschat run --profile tiny --output output/demo
+
+test: $(VENV)/installed
+	$(BIN)/pytest
+
+test-gpu: $(VENV)/installed
+	$(BIN)/pytest -m gpu
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV)
+
+# Without an NVIDIA GPU the CPU build of torch is enough; a bare torch would bring gigabytes of
+# CUDA. It lies with some package mirrors, else in PyTorch's own index; elsewhere (macOS) the
+# plain package is the CPU build.
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	command -v nvidia-smi >/dev/null && $(PIP) torch==$(TORCH) \
+	  || $(PIP) torch==$(TORCH)+cpu 2>/dev/null \
+	  || $(PIP) torch==$(TORCH)+cpu --index-url $(CPU_WHEELS) \
+	  || $(PIP) torch==$(TORCH)
+	$(PIP) -e '.[dev]'
+	touch $@
