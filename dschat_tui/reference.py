@@ -1,0 +1,81 @@
+"""The reference of all options, as text for the terminal and as Markdown for the documentation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.config import ConfigError, Option, describe_type, options
+
+
+def find_options(prefix: str) -> list[Option]:
+    """Options of a key or a group; all of them for an empty prefix.
+
+    Raises:
+        ConfigError: nothing has that name.
+    """
+    found = [
+        o for o in options() if not prefix or o.key == prefix or o.key.startswith(f"{prefix}.")
+    ]
+    if not found:
+        raise ConfigError(f"no option or group {prefix!r}; `dschat options` lists all")
+    return found
+
+
+def default_text(value: Any) -> str:
+    """A default as it would be written in a profile."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(getattr(item, "path", item)) for item in value) or "empty"
+    return str(value)
+
+
+def as_text(found: list[Option]) -> str:
+    """One paragraph an option: key, title, type, unit, default, help."""
+    blocks = []
+    for option in found:
+        unit = f", {option.unit}" if option.unit else ""
+        facts = f"{describe_type(option.annotation)}{unit}; default {default_text(option.default)}"
+        blocks.append(f"{option.key}  ({facts})\n    {option.title}: {option.help}")
+    return "\n".join(blocks)
+
+
+def as_json(found: list[Option]) -> str:
+    """A JSON list of the options."""
+    rows = [
+        {
+            "key": option.key,
+            "title": option.title,
+            "type": describe_type(option.annotation),
+            "unit": option.unit,
+            "default": default_text(option.default),
+            "help": option.help,
+        }
+        for option in found
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def as_markdown() -> str:
+    """The whole of docs/options.md, one table a group."""
+    lines = [
+        "# Options",
+        "",
+        "Made by `dschat options --markdown` from the typed configuration; not edited by hand.",
+        "Each can stand in a profile, or be set for one run: `dschat run --set KEY=VALUE`.",
+    ]
+    group = ""
+    for option in options():
+        head = option.key.split(".")[0] if "." in option.key else "general"
+        if head != group:
+            group = head
+            lines += ["", f"## {group}", "", "| option | type | default | what it does |"]
+            lines += ["| --- | --- | --- | --- |"]
+        kind = describe_type(option.annotation).replace("|", " or ")
+        unit = f" ({option.unit})" if option.unit else ""
+        text = f"{option.title}. {option.help}".replace("|", "\\|")
+        lines.append(f"| `{option.key}` | {kind}{unit} | {default_text(option.default)} | {text} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,341 @@
+"""Everything about a run that can be checked before its first process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_tui.runs import launch
+from dschat_tui.runs.folder import DONE, PENDING, RUNNING, STEPS, RunFolder, Step, is_alive
+from engine.config import (
+    ConfigError,
+    DataSource,
+    ModelFacts,
+    RunConfig,
+    check,
+    get_value,
+    layout,
+    load_config,
+    options,
+)
+from engine.data import schemas
+from engine.models import catalogue, embedded, folders
+
+GIB = 2**30
+LEAST_FREE_BYTES = GIB // 4
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+class Refusal(Exception):
+    """A run that must not start; `reasons` say what is wrong and the way out, one each."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that passed the checks."""
+
+    config: RunConfig
+    run: RunFolder
+    steps: list[Step]
+
+
+def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
+    """Check a run of the steps `numbers` (None: all that no finished model stands in for).
+
+    The configuration that comes back has absolute paths, so that the run does not depend on the
+    folder it was started from.
+
+    Raises:
+        Refusal: with all reasons found.
+    """
+    config = with_absolute_paths(config)
+    run = RunFolder(output)
+    reasons: list[str] = []
+    steps = wanted_steps(config, numbers)
+    state = _existing_state(run, reasons)
+    done = _steps_done(run, state, config)
+    reasons += _check_folder(config, run, steps, state)
+    reasons += [str(violation) for violation in check(config, model_facts(config))]
+    reasons += _check_models(config, steps)
+    reasons += _check_inputs(config, steps, done)
+    reasons += schemas.refusals(config, [step.number for step in steps])
+    reasons += _check_launch(config)
+    if reasons:
+        raise Refusal(reasons)
+    return Plan(config, run, steps)
+
+
+def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
+    """The steps asked for, in order; without a wish all that no finished model stands in for."""
+    if numbers is not None:
+        return [step for step in STEPS if step.number in numbers]
+    replaced = {1: config.models.sft, 2: config.models.trained_reward}
+    return [step for step in STEPS if replaced.get(step.number) is None]
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """A copy of the configuration in which every path to something on this disk is absolute."""
+    copy = config.model_copy(deep=True)
+    models = copy.models
+    models.actor = _absolute_model(models.actor)
+    if models.reward != "sft":
+        models.reward = _absolute_model(models.reward)
+    models.sft = models.sft and _absolute_model(models.sft)
+    models.trained_reward = models.trained_reward and _absolute_model(models.trained_reward)
+    for source in _all_sources(copy):
+        if schemas.is_local(source.path):
+            source.path = str(Path(source.path).expanduser().absolute())
+    for section, key in (
+        (copy.data, "cache_dir"),
+        (copy.launch, "hostfile"),
+        (copy.logging, "tensorboard_dir"),
+    ):
+        value = getattr(section, key)
+        if value is not None:
+            setattr(section, key, str(Path(value).expanduser().absolute()))
+    return copy
+
+
+def model_facts(config: RunConfig) -> ModelFacts:
+    """Positions and vocabularies of the models that lie on this disk; nothing is downloaded."""
+    actor = _model_folder(config.models.sft or config.models.actor)
+    reward_name = config.models.trained_reward or config.models.reward
+    reward = actor if reward_name == "sft" else _model_folder(reward_name)
+    return ModelFacts(
+        actor_positions=_positions(actor),
+        reward_positions=_positions(reward),
+        actor_vocabulary=vocabulary_hash(actor),
+        reward_vocabulary=vocabulary_hash(reward),
+    )
+
+
+def vocabulary_hash(folder: Path) -> str | None:
+    """Hash of the map from tokens to ids of a tokenizer on disk, without tokens added later."""
+    tokenizer = _read_json(folder / "tokenizer.json")
+    vocabulary: Any = tokenizer and (tokenizer.get("model") or {}).get("vocab")
+    if vocabulary is None:
+        vocabulary = _read_json(folder / "vocab.json")
+    if vocabulary is None:
+        return None
+    content = json.dumps(vocabulary, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()
+
+
+def _absolute_model(name: str) -> str:
+    """An absolute path where `name` is a folder here; else (Hub, embedded, fetched) unchanged."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _all_sources(config: RunConfig) -> list[DataSource]:
+    data = config.data
+    return [*data.sources, *data.sft_only_sources, *data.unsupervised_sources]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _model_folder(name: str) -> Path:
+    """The folder of a model that lies here, else a path at which there is nothing."""
+    fetched = catalogue.model_path(name) if name in catalogue.MODELS else None
+    return fetched or Path(name)
+
+
+def _positions(folder: Path) -> int | None:
+    model_config = _read_json(folder / "config.json") or {}
+    if model_config.get("model_type") == "bloom":
+        return None  # ALiBi: seq_length tells of its pretraining, not of a limit
+    for key in POSITION_KEYS:
+        if isinstance(model_config.get(key), int):
+            return int(model_config[key])
+    return None
+
+
+def _existing_state(run: RunFolder, reasons: list[str]) -> dict[str, Any] | None:
+    try:
+        return run.read_state()
+    except (OSError, ValueError) as error:
+        reasons.append(f"--output {run.path}: {error}. Choose another --output")
+        return None
+
+
+def _steps_done(run: RunFolder, state: dict[str, Any] | None, config: RunConfig) -> set[int]:
+    records = (state or {}).get("steps", {})
+    return {
+        step.number
+        for step in STEPS
+        if records.get(step.name, {}).get("state") == DONE
+        and all(folders.is_complete_model(f) for f in run.model_folders(step, config.ema.enabled))
+    }
+
+
+def _check_folder(
+    config: RunConfig, run: RunFolder, steps: list[Step], state: dict[str, Any] | None
+) -> list[str]:
+    path = run.path
+    if path.exists() and not path.is_dir():
+        return [f"--output {path} is a file. Choose another --output"]
+    existing = next(folder for folder in [path, *path.parents] if folder.exists())
+    if not existing.is_dir():
+        return [f"--output {path}: {existing} is a file. Choose another --output"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"--output {path}: no permission to write in {existing}. Choose another --output"]
+    reasons = _check_disk(config, existing, steps)
+    if state is not None:
+        reasons += _check_additional(config, run, steps, state)
+    elif path.exists():
+        ours = [name for name in ("run.yaml", *(s.folder for s in STEPS)) if (path / name).exists()]
+        if ours:
+            reasons.append(
+                f"--output {path} already holds {', '.join(ours)}, but no run.json. "
+                "Choose another --output, or move these away"
+            )
+    return reasons
+
+
+def _check_additional(
+    config: RunConfig, run: RunFolder, steps: list[Step], state: dict[str, Any]
+) -> list[str]:
+    """A run takes steps that it has not begun, under its own configuration."""
+    path = run.path
+    if state.get("state") == RUNNING and is_alive(state.get("supervisor")):
+        return [
+            f"--output {path}: this run is going on (process {state['supervisor']['pid']}). "
+            "Wait for its end, or choose another --output"
+        ]
+    begun = [
+        f"{step.name} ({state['steps'][step.name]['state']})"
+        for step in steps
+        if state.get("steps", {}).get(step.name, {}).get("state", PENDING) != PENDING
+    ]
+    if begun:
+        return [
+            f"--output {path} already holds a run with the steps {', '.join(begun)}; dschat never "
+            "overwrites one. Choose another --output, or with --steps only steps not begun there"
+        ]
+    try:
+        before = load_config(run.config_file)
+    except ConfigError as error:
+        return [f"--output {path} holds a run whose configuration is unreadable: {error}"]
+    changed = changed_keys(before, config)
+    if changed:
+        return [
+            f"--output {path} holds a run of another configuration; different: "
+            f"{', '.join(changed)}. Choose another --output (models.sft and models.trained_reward "
+            "take over finished models), or give the configuration of that run"
+        ]
+    return []
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
+    """Dotted keys of all options whose values differ."""
+    return [o.key for o in options() if get_value(before, o.key) != get_value(after, o.key)]
+
+
+def _check_disk(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
+    models = sum(len(layout.model_folders(step.name, config.ema.enabled)) for step in steps)
+    needed = LEAST_FREE_BYTES + models * _weight_bytes(_model_folder(config.models.actor))
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return []
+    return [
+        f"{folder} has {free / GIB:.1f} GiB free; the models of this run alone take about "
+        f"{needed / GIB:.1f} GiB. Free some, or choose an --output on another disk"
+    ]
+
+
+def _weight_bytes(folder: Path) -> int:
+    if not folder.is_dir():
+        return 0
+    return sum(f.stat().st_size for f in folder.iterdir() if f.suffix in WEIGHT_SUFFIXES)
+
+
+def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
+    models, numbers = config.models, {step.number for step in steps}
+    reasons = []
+    if 1 in numbers:
+        reasons += _check_base_model("models.actor", models.actor)
+    if 2 in numbers and models.reward != "sft":
+        reasons += _check_base_model("models.reward", models.reward)
+    finished = (("models.sft", models.sft), ("models.trained_reward", models.trained_reward))
+    for key, folder in finished:
+        if folder is not None and (missing := folders.missing_parts(folder)):
+            reasons.append(
+                f"{key}={folder} is no finished model; missing: {', '.join(missing)}. "
+                "Give the model folder that a finished step wrote"
+            )
+    return reasons
+
+
+def _check_base_model(key: str, name: str) -> list[str]:
+    if name.startswith("embedded:"):
+        if name.removeprefix("embedded:") in embedded.NAMES:
+            return []
+        known = ", ".join(f"embedded:{known}" for known in embedded.NAMES)
+        return [f"{key}={name} is unknown; there are {known}"]
+    try:
+        folders.resolve_model(name)
+    except folders.ModelError as error:
+        return [f"{key}={name}: {error}"]
+    return []
+
+
+def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[str]:
+    """Each step finds what it starts from: made earlier in this run, or given as finished."""
+    models = config.models
+    reasons = []
+    available = set(done)
+    available |= {1} if models.sft else set()
+    available |= {2} if models.trained_reward else set()
+    wanted = {step.number for step in steps}
+    if not wanted:
+        return ["no step is left to run. Name some with --steps"]
+    for number, key in ((1, "models.sft"), (2, "models.trained_reward")):
+        if number in wanted and getattr(models, key.split(".")[1]):
+            reasons.append(
+                f"--steps asks for step {number}, which {key} stands in for. Leave out one of them"
+            )
+    for step in steps:
+        needs = {1: set(), 2: {1} if models.reward == "sft" else set(), 3: {1, 2}}[step.number]
+        for missing in sorted(needs - available):
+            key = "models.sft" if missing == 1 else "models.trained_reward"
+            why = " (models.reward=sft)" if step.number == 2 else ""
+            reasons.append(
+                f"step {step.number}{why} starts from the model of step {missing}, which is not "
+                f"there. Add {missing} to --steps, or set {key}=FOLDER"
+            )
+        available.add(step.number)
+    return reasons
+
+
+def _check_launch(config: RunConfig) -> list[str]:
+    reasons = []
+    if launch.find_deepspeed() is None:
+        reasons.append(
+            "there is no 'deepspeed' command in this environment. Install dschat with its "
+            "dependencies: pip install -e ."
+        )
+    hostfile = config.launch.hostfile
+    if hostfile is not None and not Path(hostfile).is_file():
+        reasons.append(f"launch.hostfile={hostfile} does not exist. Give a file 'host slots=N'")
+    gpus = launch.visible_gpus(os.environ)
+    if gpus is not None and config.launch.num_accelerators > len(gpus):
+        reasons.append(
+            f"launch.num_accelerators={config.launch.num_accelerators}, but CUDA_VISIBLE_DEVICES "
+            f"allows {len(gpus)}. Way out: launch.num_accelerators={len(gpus)}"
+        )
+    return reasons

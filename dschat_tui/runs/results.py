@@ -1,0 +1,90 @@
+"""What came out of each step, from its metrics.jsonl: the numbers of the summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The whole records of a metrics.jsonl; a line that is still being written is left out."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict):
+                    yield record
+    except FileNotFoundError:
+        return
+
+
+def final_metrics(step: str, step_folder: Path) -> Record:
+    """The final numbers of a step by name; only those that its metrics.jsonl tells."""
+    records = list(read_records(step_folder / METRICS_FILE))
+    steps = [record for record in records if record.get("kind") == "metrics"]
+    found: Record = {"steps": len(steps)}
+    if step == "sft":
+        evals = [record for record in records if record.get("kind") == "eval"]
+        found |= _first_and_last(evals, "ppl", "ppl_before", "ppl_after")
+    elif step == "reward":
+        evals = [record for record in records if record.get("kind") == "reward_eval"]
+        if evals:
+            last = evals[-1]
+            found |= {name: last.get(name) for name in ("accuracy", "chosen", "rejected", "pairs")}
+            found["margin"] = _difference(last.get("chosen"), last.get("rejected"))
+    else:
+        found |= _first_and_last(steps, "reward", "reward_first", "reward_last")
+        found |= _first_and_last(steps, "kl", "kl_first", "kl_last")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def summary_text(step: str, metrics: Record) -> str:
+    """The final numbers of a step as one line for a person."""
+    if step == "sft":
+        return _arrow("perplexity", metrics, "ppl_before", "ppl_after")
+    if step == "reward":
+        accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
+        if accuracy is None:
+            return ""
+        pairs = f" on {metrics['pairs']} pairs" if "pairs" in metrics else ""
+        return f"accuracy {_number(accuracy)}{pairs}, margin {_number(margin)}"
+    parts = [
+        _arrow("reward", metrics, "reward_first", "reward_last"),
+        _arrow("KL", metrics, "kl_first", "kl_last"),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _first_and_last(records: list[Record], key: str, first: str, last: str) -> Record:
+    values = [record[key] for record in records if record.get(key) is not None]
+    return {first: values[0], last: values[-1]} if values else {}
+
+
+def _difference(a: Any, b: Any) -> float | None:
+    both_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    return a - b if both_numbers else None
+
+
+def _arrow(title: str, metrics: Record, first: str, last: str) -> str:
+    if first not in metrics:
+        return ""
+    return f"{title} {_number(metrics[first])} -> {_number(metrics[last])}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

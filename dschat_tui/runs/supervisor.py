@@ -1,0 +1,255 @@
+"""The process that owns a run: `python -m dschat_tui.runs.supervisor RUN`.
+
+It launches the steps one after another, each in a process group of its own, keeps run.json, and
+leaves no process behind. SIGTERM asks it to stop; a second one skips the grace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dschat_tui.runs import launch
+from dschat_tui.runs.failures import find_cause
+from dschat_tui.runs.folder import (
+    DONE,
+    FAILED,
+    PENDING,
+    RUNNING,
+    STEPS,
+    STOPPED,
+    RunFolder,
+    Step,
+    process_identity,
+)
+from dschat_tui.runs.results import final_metrics
+from engine.config import load_config
+from engine.models.folders import is_complete_model
+
+GRACE_SECONDS = 15.0
+HEARTBEAT_SECONDS = 5.0
+POLL_SECONDS = 0.1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def start(run: RunFolder) -> subprocess.Popen[bytes]:
+    """Start the supervisor of a created run in a session of its own and return at once."""
+    with run.supervisor_log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dschat_tui.runs.supervisor", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # `python -m` searches the working folder first, and the run's holds no modules
+            cwd=run.path,
+            start_new_session=True,
+        )
+
+
+class Supervisor:
+    """One run from its first pending step to the end, a failure, or a request to stop."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        command_of: Callable[[Step], list[str]],
+        environment: dict[str, str],
+        ema: bool = False,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self.run_folder = run
+        self.command_of = command_of
+        self.environment = environment
+        self.ema = ema
+        self.grace_seconds = grace_seconds
+        self.stop_requests = 0
+        state = run.read_state()
+        if state is None:
+            raise FileNotFoundError(f"{run.state_file} does not exist; `dschat run` makes it")
+        self.state: dict[str, Any] = state
+
+    def run(self) -> str:
+        """Run all pending steps in order; the final state of the run, as run.json has it."""
+        _adopt_orphans()
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.state |= {"state": RUNNING, "supervisor": process_identity(os.getpid())}
+        self._save()
+        outcome = DONE
+        for step in STEPS:
+            record = self.state["steps"].get(step.name)
+            if record is None or record["state"] != PENDING:
+                continue
+            outcome = STOPPED if self.stop_requests else self._run_step(step, record)
+            if outcome != DONE:
+                break
+        self.state |= {"state": outcome}
+        self._save()
+        return outcome
+
+    def _ask_to_stop(self, number: int, frame: object) -> None:
+        self.stop_requests += 1
+
+    def _save(self) -> None:
+        self.run_folder.write_state(self.state)
+
+    def _beat(self) -> None:
+        try:
+            self._save()
+        except OSError as error:
+            # training goes on: what it writes may still fit, and the next beat may succeed
+            print(f"cannot write {self.run_folder.state_file}: {error}", file=sys.stderr)
+
+    def _run_step(self, step: Step, record: dict[str, Any]) -> str:
+        folder = self.run_folder.step_folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = self.command_of(step)
+        record |= {"state": RUNNING, "command": command, "started": time.time()}
+        self._save()
+        log_path = self.run_folder.training_log(step)
+        try:
+            with log_path.open("ab", buffering=0) as log:
+                leader = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=folder,
+                    env=self.environment,
+                    # the argument process_group= needs Python 3.11
+                    preexec_fn=os.setpgrp,
+                )
+        except OSError as error:
+            cause = {
+                "id": "missing_program",
+                "line": str(error),
+                "advice": "install dschat with its dependencies into this environment",
+            }
+            return self._end_step(record, FAILED, None, cause)
+        record["process"] = process_identity(leader.pid) or {"pid": leader.pid, "started": None}
+        self._save()
+        try:
+            returncode = self._wait_until_empty(leader.pid)
+        except BaseException:
+            _signal_all(leader.pid, signal.SIGKILL)
+            raise
+        record["metrics"] = final_metrics(step.name, folder)
+        missing = [
+            path.name
+            for path in self.run_folder.model_folders(step, self.ema)
+            if not is_complete_model(path)
+        ]
+        if returncode == 0 and not missing:
+            return self._end_step(record, DONE, returncode, None)
+        if self.stop_requests:
+            return self._end_step(record, STOPPED, returncode, None)
+        return self._end_step(record, FAILED, returncode, find_cause(log_path, returncode, missing))
+
+    def _end_step(
+        self,
+        record: dict[str, Any],
+        outcome: str,
+        returncode: int | None,
+        cause: dict[str, str] | None,
+    ) -> str:
+        record |= {
+            "state": outcome,
+            "ended": time.time(),
+            "returncode": returncode,
+            "cause": cause,
+        }
+        self._save()
+        return outcome
+
+    def _wait_until_empty(self, leader: int) -> int | None:
+        """Wait for the end of a step's leader and of everything it started; its exit code.
+
+        Once the leader is dead or a stop is asked for, what is left gets SIGTERM, then, after the
+        grace, SIGKILL.
+        """
+        returncode: int | None = None
+        kill_at: float | None = None
+        terminated = False
+        last_beat = time.monotonic()
+        while True:
+            while True:
+                try:
+                    pid, status = os.waitpid(-1, os.WNOHANG)
+                except ChildProcessError:
+                    break
+                if pid == 0:
+                    break
+                if pid == leader:
+                    returncode = os.waitstatus_to_exitcode(status)
+            if not _group_exists(leader) and not _descendants():
+                return returncode
+            now = time.monotonic()
+            if kill_at is None and (self.stop_requests or returncode is not None):
+                kill_at = now + self.grace_seconds
+            # after an exit of 0 stragglers may be writing still: they have the grace in peace
+            if not terminated and (self.stop_requests or returncode not in (None, 0)):
+                _signal_all(leader, signal.SIGTERM)
+                terminated = True
+            if kill_at is not None and (now >= kill_at or self.stop_requests > 1):
+                # each round again: a process may have been forking at the moment of the kill
+                _signal_all(leader, signal.SIGKILL)
+            if now - last_beat >= HEARTBEAT_SECONDS:
+                self._beat()
+                last_beat = now
+            time.sleep(POLL_SECONDS)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of orphaned descendants, so that none is lost from sight (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _signal_all(group: int, number: signal.Signals) -> None:
+    """Signal a step's process group, and descendants that left it."""
+    if _group_exists(group):
+        os.killpg(group, number)
+    for process in _descendants():
+        try:
+            if os.getpgid(process.pid) != group:
+                process.send_signal(number)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+
+
+def main() -> int:
+    """Supervise the run whose folder is the first argument."""
+    run = RunFolder(Path(sys.argv[1]))
+    config = load_config(run.config_file)
+
+    def command_of(step: Step) -> list[str]:
+        port = config.launch.master_port or launch.free_port()
+        return launch.step_command(config, run, step, port)
+
+    environment = launch.step_environment(config, os.environ)
+    return 0 if Supervisor(run, command_of, environment, config.ema.enabled).run() == DONE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""What `dschat run` shows while a run goes on, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dschat_tui import tables
+from dschat_tui.runs.failures import last_line
+from dschat_tui.runs.folder import DONE, FAILED, RUNNING, STEPS, STOPPED, RunFolder, Step
+from dschat_tui.runs.results import duration
+from engine import training_log
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EXIT_CODES = {DONE: 0, FAILED: 1, STOPPED: 130}
+SHOWN_METRICS = {
+    "sft": ("loss",),
+    "reward": ("loss", "accuracy", "margin"),
+    "ppo": ("reward", "kl", "actor_loss", "critic_loss"),
+}
+POLL_SECONDS = 0.25
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass
+class GrowingFile:
+    """Whole new lines of a file that others append to."""
+
+    path: Path
+    _offset: int = 0
+    _rest: bytes = b""
+
+    def new_lines(self) -> list[str]:
+        """The lines that were finished since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in lines]
+
+
+@dataclass
+class StepProgress:
+    """How far a running step is, from its log and metrics."""
+
+    step: Step
+    folder: Path
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._log = GrowingFile(self.folder / "training.log")
+        self._reader = training_log.LogReader()
+        self._first: tuple[float, int] | None = None
+
+    def update(self) -> None:
+        """Read what was written since the last call."""
+        for line in self._log.new_lines():
+            for record in self._reader.feed(line):
+                self._read(record)
+
+    def _read(self, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "phase":
+            percent = record["percent"]
+            self.phase = record["name"] + ("" if percent is None else f" {percent} %")
+        elif kind == "warning":
+            self.warnings.append(record["text"])
+        elif kind == "metrics":
+            self.phase = "training"
+            self.done = record["step"] + 1
+            self.total = int(record.get("total_steps") or 0)
+            self.metrics = record
+            if self._first is None:
+                self._first = (time.monotonic(), self.done)
+
+    def remaining_seconds(self) -> float | None:
+        """Time left at the pace since the first step seen, or None before there is a pace."""
+        if self._first is None or self.done <= self._first[1] or not self.total:
+            return None
+        pace = (time.monotonic() - self._first[0]) / (self.done - self._first[1])
+        return pace * (self.total - self.done)
+
+    def line(self) -> str:
+        """Phase, step, metrics and time left in one line."""
+        parts = []
+        if not self.done or self.phase != "training":
+            parts.append(tables.plain(self.phase))
+        if self.done:
+            parts.append(f"{self.done}/{self.total}" if self.total else f"step {self.done}")
+        for name in SHOWN_METRICS[self.step.name]:
+            value = self.metrics.get(name)
+            if value is not None:
+                parts.append(
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                )
+        remaining = self.remaining_seconds()
+        if remaining is not None:
+            parts.append(f"ETA {duration(remaining)}")
+        return ", ".join(parts)
+
+
+class Watch:
+    """Follows a run until its end. It only reads the folder, and may ask the run to stop."""
+
+    def __init__(self, run: RunFolder, supervisor: subprocess.Popen[bytes]) -> None:
+        self.run = run
+        self.supervisor = supervisor
+        self.state: dict[str, Any] = run.read_state() or {}
+        self.progress: StepProgress | None = None
+        self.stop_requests = 0
+
+    def follow(self, show: Callable[[], None]) -> str:
+        """Call `show` after each look, until the run ends; its final state.
+
+        A run whose supervisor died without an end stays `running` (or `pending`).
+        """
+        while True:
+            try:
+                ended = self.supervisor.poll() is not None
+                self.look()
+                show()
+                if ended:
+                    return self._final_state()
+                time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                self.ask_to_stop()
+
+    def look(self) -> None:
+        """Read run.json and what the running step wrote."""
+        self.state = self.run.read_state() or self.state
+        step = self.running_step()
+        if step is None:
+            return
+        if self.progress is None or self.progress.step != step:
+            self.progress = StepProgress(step, self.run.step_folder(step))
+        self.progress.update()
+
+    def running_step(self) -> Step | None:
+        """The step that runs now."""
+        states = {name: record["state"] for name, record in self.state["steps"].items()}
+        return next((step for step in STEPS if states.get(step.name) == RUNNING), None)
+
+    def ask_to_stop(self) -> None:
+        """Ask the supervisor to stop; a second time, without the grace."""
+        self.stop_requests += 1
+        if self.supervisor.poll() is None:
+            self.supervisor.send_signal(signal.SIGTERM)
+
+    def _final_state(self) -> str:
+        # a request may reach the supervisor before it has begun anything, and end it
+        if self.stop_requests and self.running_step() is None and self.state["state"] != DONE:
+            self.state["state"] = STOPPED
+            self.run.write_state(self.state)
+        return str(self.state["state"])
+
+
+def watch(run: RunFolder, supervisor: subprocess.Popen[bytes], json_output: bool) -> int:
+    """Show a run until its end, then its summary; the exit code of the command."""
+    watched = Watch(run, supervisor)
+
+    def terminated(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        with _display(watched) as show:
+            outcome = watched.follow(show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if json_output:
+        print(json.dumps({"path": str(run.path), **watched.state}, indent=2))
+    else:
+        print(tables.summary(watched.state))
+    if outcome == DONE:
+        if not json_output and watched.state["steps"].get("ppo", {}).get("state") == DONE:
+            print(f"\nTalk with it: dschat chat --path {shlex.quote(_shown_path(run.path))}")
+        return EXIT_CODES[DONE]
+    print(_explain(run, watched.state), file=sys.stderr)
+    return EXIT_CODES.get(outcome, EXIT_CODES[FAILED])
+
+
+def _explain(run: RunFolder, state: dict[str, Any]) -> str:
+    """One line on stderr: why the run is not done."""
+    for step in STEPS:
+        record = state["steps"].get(step.name, {})
+        if record.get("state") == FAILED:
+            cause = record["cause"]
+            return (
+                f"dschat: step {step.number} ({step.title}) failed, {cause['id']}: "
+                f"{tables.plain(cause['line'])} -- {cause['advice']} Log: {run.training_log(step)}"
+            )
+    if state["state"] == STOPPED:
+        return "dschat: stopped; nothing of the run is left running"
+    running = [r["process"]["pid"] for r in state["steps"].values() if r["state"] == RUNNING]
+    left = f"; its process group {running[0]} may still run" if running else ""
+    said = tables.plain(last_line(run.supervisor_log))
+    return f"dschat: the run's supervisor is gone ({said}){left}. See {run.supervisor_log}"
+
+
+def _shown_path(path: Path) -> str:
+    """The path relative to the working folder where that is shorter."""
+    working = Path.cwd()
+    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
+
+
+def _display(watched: Watch) -> AbstractContextManager[Callable[[], None]]:
+    """A live picture on a terminal, else lines; both on stderr."""
+    if sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return _LivePicture(watched)
+    return nullcontext(_Lines(watched))
+
+
+class _Lines:
+    """One line whenever a step or its phase changes, and every so many seconds while training."""
+
+    def __init__(self, watched: Watch) -> None:
+        self.watched = watched
+        self.shown = ("", "")
+        self.warnings = 0
+        self.last = 0.0
+        print(f"run: {watched.run.path}", file=sys.stderr)
+
+    def __call__(self) -> None:
+        progress = self.watched.progress
+        if self.watched.stop_requests and self.shown != ("", "stopping"):
+            self.shown = ("", "stopping")
+            print("stopping (once more: without grace)", file=sys.stderr, flush=True)
+        if progress is None or self.watched.stop_requests:
+            return
+        now, current = time.monotonic(), (progress.step.name, progress.phase)
+        if current[0] != self.shown[0]:
+            self.warnings = 0
+        for text in progress.warnings[self.warnings :]:
+            print(f"warning: {tables.plain(text)}", file=sys.stderr)
+        self.warnings = len(progress.warnings)
+        if current == self.shown and now - self.last < SECONDS_BETWEEN_LINES:
+            return
+        self.shown, self.last = current, now
+        step = progress.step
+        print(f"step {step.number} {step.title}: {progress.line()}", file=sys.stderr, flush=True)
+
+
+class _LivePicture:
+    """A row a step, redrawn in place: state, time, bar, metrics, time left."""
+
+    def __init__(self, watched: Watch) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.watched = watched
+        console = Console(stderr=True)
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Callable[[], None]:
+        self.live.start()
+        return lambda: self.live.update(self.picture(), refresh=True)
+
+    def __exit__(self, *details: object) -> None:
+        self.live.stop()
+
+    def picture(self) -> RenderableType:
+        """The run as it is now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        watched = self.watched
+        grid = Table.grid(padding=(0, 2))
+        colours = {DONE: "green", RUNNING: "cyan", FAILED: "red", STOPPED: "yellow"}
+        for step in STEPS:
+            record = watched.state["steps"].get(step.name)
+            if record is None:
+                continue
+            started = record["started"]
+            seconds = (record["ended"] or time.time()) - started if started else None
+            bar: RenderableType = ""
+            told = tables.summary_text(step.name, record["metrics"])
+            progress = watched.progress
+            if record["state"] == RUNNING and progress is not None and progress.step == step:
+                bar = ProgressBar(total=progress.total or 1, completed=progress.done, width=20)
+                told = progress.line()
+            grid.add_row(
+                Text(f"{step.number} {step.title}"),
+                Text(record["state"], style=colours.get(record["state"], "dim")),
+                Text(duration(seconds) if seconds is not None else ""),
+                bar,
+                Text(told),
+            )
+        lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
+        if watched.progress is not None and watched.progress.warnings:
+            lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
+        if watched.stop_requests:
+            lines.append(Text("stopping (Ctrl-C once more: without grace)", style="yellow"))
+        return Group(*lines)

@@ -1,0 +1,98 @@
+"""Tables of results as plain, aligned text, the same on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dschat_tui.runs.folder import STEPS
+from dschat_tui.runs.results import duration, summary_text
+
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(text: str) -> str:
+    """Text from a log or a model without terminal escapes and control characters."""
+    return _CONTROL.sub("", _ESCAPE_SEQUENCE.sub("", text))
+
+
+def aligned(header: list[str], rows: list[list[str]]) -> str:
+    """Columns padded to their widest cell, with a rule under the header."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    padded = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def summary(state: dict[str, Any]) -> str:
+    """What each step of a run came to, from its run.json."""
+    rows = []
+    for step in STEPS:
+        record = state["steps"].get(step.name)
+        if record is None:
+            continue
+        seconds = (record["ended"] or 0) - (record["started"] or 0)
+        rows.append(
+            [
+                f"{step.number} {step.title}",
+                record["state"],
+                duration(seconds) if record["ended"] else "",
+                summary_text(step.name, record["metrics"]),
+            ]
+        )
+    return aligned(["step", "state", "time", "result"], rows)
+
+
+def log_document(document: dict[str, Any]) -> str:
+    """What the log of a step, or of each step of a run, says."""
+    if "steps" in document:
+        parts = [f"{name}\n{log_document(part)}" for name, part in document["steps"].items()]
+        return "\n\n".join(parts)
+    lines = [f"step {document['step']}, {document['state']}"]
+    if document["returncode"] is not None:
+        lines[0] += f", exit code {document['returncode']}"
+    cause = document["cause"]
+    if cause is not None:
+        lines += [f"cause: {cause['id']}", f"  {plain(cause['line'])}", f"  {cause['advice']}"]
+    events = {name: count for name, count in document["events"].items() if count}
+    if events:
+        lines.append("events: " + ", ".join(f"{name} {count}" for name, count in events.items()))
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for record in document["records"]:
+        by_kind.setdefault(record["kind"], []).append(record)
+    rows = [
+        [kind, str(len(records)), _cells(records[0]), _cells(records[-1])]
+        for kind, records in by_kind.items()
+    ]
+    if rows:
+        lines.append(aligned(["kind", "records", "first", "last"], rows))
+    return "\n".join(lines)
+
+
+def evaluation(document: dict[str, Any]) -> str:
+    """Models side by side on held-out prompts, and the reward model's accuracy."""
+    names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style")
+    rows = [
+        [model, *(_cell(values.get(name)) for name in names)]
+        for model, values in document["models"].items()
+    ]
+    lines = [f"{document['prompts']} held-out prompts", aligned(["model", *names], rows)]
+    reward = document.get("reward_model")
+    if reward:
+        lines.append(
+            f"reward model: accuracy {_cell(reward['accuracy'])}, margin "
+            f"{_cell(reward['margin'])} on {reward['pairs']} pairs"
+        )
+    return "\n".join(lines)
+
+
+def _cells(record: dict[str, Any]) -> str:
+    shown = {k: v for k, v in record.items() if k != "kind" and isinstance(v, (int, float, str))}
+    return plain(" ".join(f"{name}={_cell(value)}" for name, value in list(shown.items())[:6]))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
