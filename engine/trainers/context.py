@@ -12,8 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from engine.config import RunConfig
 from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.schema import StepConfig
+from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
+from engine.data.templates import HUMAN_ASSISTANT_CHAT_TEMPLATE
 from engine.distributed import rank, seed_everything, world_size
+from engine.models.load import load_tokenizer
 from engine.precision import dtype_name, resolve_dtype
 from engine.trainers.report import Report
 
@@ -80,12 +83,24 @@ class StepContext:
             return None
         return str(self._events_folder(self.config, self.folder)), name
 
+    def load_tokenizer(self, source: str) -> PreTrainedTokenizerBase:
+        """The tokenizer of a model; it carries the dialogue template that the run trains with."""
+        data = self.config.data
+        tokenizer = load_tokenizer(
+            source,
+            trust_remote_code=self.config.models.trust_remote_code,
+            end_of_conversation_token=data.end_of_conversation_token,
+        )
+        if data.template == "human_assistant":
+            tokenizer.chat_template = HUMAN_ASSISTANT_CHAT_TEMPLATE
+        return tokenizer
+
     def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: StepName) -> PhaseData:
         """Tokenised data of a phase: rank 0 builds it, the others find it in the cache."""
         self.report.phase("tokenising")
         if rank() != 0:
             dist.barrier()
-        data = build_phase(self.config, tokenizer, phase, note=self.report.note)
+        data = build_phase(self.config, tokenizer, phase, note=self.report.phase)
         if rank() == 0 and world_size() > 1:
             dist.barrier()
         counts = ", ".join(f"{name} {count}" for name, count in data.counts.items())
@@ -112,16 +127,16 @@ class StepContext:
         return self.config.models.trained_reward or str(made)
 
 
-def length_of_training(options: StepConfig, batches_an_epoch: int) -> int:
+def length_of_training(options: StepConfig, batches: GlobalBatches, batch_size: int) -> int:
     """Number of steps: all epochs, or fewer if `max_steps` says so.
 
     Raises:
         ValueError: the data do not fill one batch.
     """
-    if batches_an_epoch == 0:
+    if batches.batch_size < batch_size:
         raise ValueError(
-            f"batch_size={options.batch_size} is more than the rows of this step's data; "
-            "give it more data, a larger share of data.split, or a smaller batch"
+            f"this step has {len(batches.lengths)} rows to train on, fewer than its batch of "
+            f"{batch_size}; give it more data, a larger share of data.split, or a smaller batch"
         )
-    steps = options.epochs * batches_an_epoch
+    steps = options.epochs * len(batches)
     return steps if options.max_steps is None else min(steps, options.max_steps)

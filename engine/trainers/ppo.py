@@ -20,12 +20,11 @@ from engine.algorithms.log_probs import entropy, token_log_probs
 from engine.algorithms.masks import ended_with_eos, length_mask, masked_moments, whiten
 from engine.algorithms.policy import explained_variance, policy_loss, value_loss
 from engine.algorithms.rewards import shape_scores, token_rewards
-from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, local_micro_batches
+from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, row_lengths
 from engine.data.phases import unsupervised_rows
 from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.generation.plain import generate
 from engine.generation.sampling import Sampling
-from engine.models.load import load_tokenizer
 from engine.models.save import save_model
 from engine.planning.flops import (
     forward_flops,
@@ -54,16 +53,13 @@ class PPOTrainer:
         options = self.options
 
         # 1. The tokenizer and the prompts.
-        self.tokenizer = load_tokenizer(
-            context.sft_model(),
-            trust_remote_code=config.models.trust_remote_code,
-            end_of_conversation_token=config.data.end_of_conversation_token,
-        )
+        self.tokenizer = context.load_tokenizer(context.sft_model())
         self.data = context.build_data(self.tokenizer, "ppo")
         self.collate = PromptCollator(self.tokenizer.pad_token_id)
-        lengths = [len(ids) for ids in self.data.train["prompt_ids"]]
-        self.batches = GlobalBatches(lengths, options.rollout_batch_size, config.seed)
-        self.total_steps = length_of_training(options, len(self.batches))
+        lengths = row_lengths(self.data.train, "prompt_ids")
+        rollout = options.rollout_batch_size
+        self.batches = GlobalBatches(lengths, rollout, config.seed)
+        self.total_steps = length_of_training(options, self.batches, rollout)
         self.updates_a_step = options.inner_epochs * (
             options.rollout_batch_size // options.batch_size
         )
@@ -146,7 +142,7 @@ class PPOTrainer:
     def prompt_batches(self, rows: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's prompts of a global batch, left padded, a generation batch at a time."""
         size = self.options.generation_batch_size or len(rows) // world_size()
-        for cut in local_micro_batches(rows, rank(), world_size(), size):
+        for cut in self.batches.local_micro_batches(rows, rank(), world_size(), size):
             batch = self.collate([self.data.train[row] for row in cut])
             yield batch["input_ids"].to(device()), batch["attention_mask"].to(device())
 
@@ -338,14 +334,14 @@ class PPOTrainer:
         rows = unsupervised_rows(config, self.tokenizer, length)
         size = self.engine.plan.micro_batch_size
         batches = GlobalBatches([length] * len(rows), size * world_size(), config.seed)
-        length_of_training(options, len(batches))
+        length_of_training(options, batches, size * world_size())
         collate = SftCollator(self.tokenizer.pad_token_id)
 
         def endless() -> Iterator[dict[str, Tensor]]:
             epoch = 0
             while True:
                 for batch in batches.epoch(epoch):
-                    (cut,) = local_micro_batches(batch, rank(), world_size(), size)
+                    (cut,) = batches.local_micro_batches(batch, rank(), world_size(), size)
                     yield collate([rows[row] for row in cut])
                 epoch += 1
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from engine import training_log
 from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_loss_all_tokens
 from engine.config.deepspeed import deepspeed_config
-from engine.data.batches import GlobalBatches, PairCollator, local_micro_batches
+from engine.data.batches import GlobalBatches, PairCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
-from engine.models.load import load_tokenizer, resolve_model
+from engine.models.load import resize_for, resolve_model
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
@@ -41,21 +41,12 @@ class RewardTrainer:
         # 1. The tokenizer and the data.
         from_sft = config.models.reward == "sft"
         source = context.sft_model() if from_sft else resolve_model(config.models.reward)
-        self.tokenizer = load_tokenizer(
-            source,
-            trust_remote_code=config.models.trust_remote_code,
-            end_of_conversation_token=config.data.end_of_conversation_token,
-        )
+        self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "reward")
         self.collate = PairCollator(self.tokenizer.pad_token_id)
-        lengths = [
-            max(len(chosen), len(rejected))
-            for chosen, rejected in zip(
-                self.data.train["chosen_ids"], self.data.train["rejected_ids"], strict=True
-            )
-        ]
+        lengths = row_lengths(self.data.train, "chosen_ids", "rejected_ids")
         self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
-        self.total_steps = length_of_training(options, len(self.batches))
+        self.total_steps = length_of_training(options, self.batches, options.batch_size)
 
         # 2. The model: in ZeRO-3 shards, with adapters, where asked. Its head always trains.
         report.phase("loading the model")
@@ -76,11 +67,12 @@ class RewardTrainer:
                 context.dtype,
                 dropout=config.critic.dropout,
                 trust_remote_code=config.models.trust_remote_code,
-                tokenizer=self.tokenizer,
+                seed=config.seed,
             )
+            resize_for(model.model, self.tokenizer)
         self.shape = ModelShape.from_config(model.config.to_dict())
         if config.critic.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.model.gradient_checkpointing_enable()
         if config.critic.lora.rank:
             model = add_lora(model, config.critic.lora)
             report.note(describe_lora(model))
@@ -125,7 +117,8 @@ class RewardTrainer:
         started = time.perf_counter()
 
         # 1. Forward and backward of this rank's micro batches.
-        cuts = local_micro_batches(rows, rank(), world_size(), self.plan.micro_batch_size)
+        micro = self.plan.micro_batch_size
+        cuts = self.batches.local_micro_batches(rows, rank(), world_size(), micro)
         totals = torch.zeros(4, dtype=torch.float64)
         flops, tokens, width = 0.0, 0, 0
         for cut in cuts:

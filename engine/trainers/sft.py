@@ -10,9 +10,9 @@ import torch
 from engine import training_log
 from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
 from engine.config.deepspeed import deepspeed_config
-from engine.data.batches import GlobalBatches, SftCollator, local_micro_batches
+from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
-from engine.models.load import load_causal_lm, load_tokenizer, resolve_model
+from engine.models.load import load_causal_lm, resize_for, resolve_model
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
@@ -38,16 +38,12 @@ class SFTTrainer:
 
         # 1. The tokenizer and the data.
         source = resolve_model(config.models.actor)
-        self.tokenizer = load_tokenizer(
-            source,
-            trust_remote_code=config.models.trust_remote_code,
-            end_of_conversation_token=config.data.end_of_conversation_token,
-        )
+        self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "sft")
         self.collate = SftCollator(self.tokenizer.pad_token_id)
-        lengths = [len(ids) for ids in self.data.train["input_ids"]]
+        lengths = row_lengths(self.data.train, "input_ids")
         self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
-        self.total_steps = length_of_training(options, len(self.batches))
+        self.total_steps = length_of_training(options, self.batches, options.batch_size)
 
         # 2. The model: in ZeRO-3 shards, with adapters, where asked.
         report.phase("loading the model")
@@ -68,8 +64,8 @@ class SFTTrainer:
                 context.dtype,
                 dropout=config.actor.dropout,
                 trust_remote_code=config.models.trust_remote_code,
-                tokenizer=self.tokenizer,
             )
+            resize_for(model, self.tokenizer)
         self.shape = ModelShape.from_config(model.config.to_dict())
         if config.actor.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -112,7 +108,8 @@ class SFTTrainer:
         started = time.perf_counter()
 
         # 1. This rank's micro batches, and over how many tokens all ranks take the mean.
-        cuts = local_micro_batches(rows, rank(), world_size(), self.plan.micro_batch_size)
+        micro = self.plan.micro_batch_size
+        cuts = self.batches.local_micro_batches(rows, rank(), world_size(), micro)
         batches = [self.collate([self.data.train[row] for row in cut]) for cut in cuts]
         trained_tokens = sum(int((b["labels"][:, 1:] != IGNORED_LABEL).sum()) for b in batches)
         read_tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
