@@ -1,0 +1,154 @@
+"""Batches: rows of one global batch, dealt over ranks, padded to their own longest row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from engine.data.order import shuffled
+from engine.data.phases import IGNORED
+
+BATCHES_A_WINDOW = 16
+
+
+def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
+    """Tokens of each row, int64 `(rows,)`: of the longest of the named columns."""
+    table = dataset.with_format("arrow")
+    lengths = [
+        np.concatenate(
+            [
+                pyarrow.compute.list_value_length(part[column]).to_numpy()
+                for part in table.iter(4096)
+            ]
+        )
+        for column in columns
+    ]
+    return np.maximum.reduce(lengths).astype(np.int64)
+
+
+class GlobalBatches:
+    """The batches of each epoch as row indices over all ranks.
+
+    Rows are shuffled anew by seed and epoch, grouped by length within windows of 16 batches, and
+    the batches shuffled again. Nothing depends on the number of ranks, so a position in the data
+    is (epoch, index). Rows beyond the last full batch wait for another epoch; a data set smaller
+    than one batch is one batch.
+    """
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if not len(self.lengths):
+            raise ValueError("There are no rows to make batches of; check the counts of the data.")
+        self.batch_size = min(batch_size, len(self.lengths))
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self.lengths) // self.batch_size
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch (from 0), each a list of row indices."""
+        size = self.batch_size
+        order = shuffled(len(self.lengths), self.seed, epoch)[: len(self) * size]
+        batches: list[list[int]] = []
+        for start in range(0, len(order), BATCHES_A_WINDOW * size):
+            window = order[start : start + BATCHES_A_WINDOW * size]
+            window = window[np.argsort(self.lengths[window], kind="stable")]
+            batches += [window[i : i + size].tolist() for i in range(0, len(window), size)]
+        return [batches[i] for i in shuffled(len(batches), self.seed, epoch, "batches")]
+
+    def iterate(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, list[int]]]:
+        """Endless `(epoch, index, rows)` from a position on, as after a resume."""
+        while True:
+            batches = self.epoch(epoch)
+            for i in range(index, len(batches)):
+                yield epoch, i, batches[i]
+            epoch, index = epoch + 1, 0
+
+    def local_micro_batches(
+        self, global_batch: list[int], rank: int, ranks: int, micro_batch_size: int | None = None
+    ) -> list[list[int]]:
+        """One rank's part of a global batch in micro batches; every rank gets as many rows.
+
+        Rows are dealt by length, so ranks have about the same number of tokens. Rows that do not
+        divide by the ranks (only in a data set smaller than one batch) are left out.
+
+        Raises:
+            ValueError: fewer rows than ranks.
+        """
+        if len(global_batch) < ranks:
+            raise ValueError(
+                f"A batch of {len(global_batch)} rows cannot be dealt to {ranks} ranks; "
+                "use more data, a larger batch size or fewer ranks."
+            )
+        rows = np.asarray(global_batch)
+        rows = rows[np.argsort(-self.lengths[rows], kind="stable")]
+        rows = rows[: len(rows) // ranks * ranks].reshape(-1, ranks)
+        rows[1::2] = rows[1::2, ::-1].copy()
+        mine = rows[:, rank].tolist()
+        size = micro_batch_size or len(mine)
+        return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+
+def _padded(rows: list[list[int]], value: int, left: bool = False) -> Tensor:
+    width = max(len(row) for row in rows)
+    batch = torch.full((len(rows), width), value, dtype=torch.long)
+    for target, row in zip(batch, rows, strict=True):
+        target[width - len(row) if left else 0 :][: len(row)] = torch.tensor(row, dtype=torch.long)
+    return batch
+
+
+def _mask(rows: list[list[int]], left: bool = False) -> Tensor:
+    """1 at real tokens by length alone: pad may be a real token, as where pad is EOS."""
+    return _padded([[1] * len(row) for row in rows], 0, left)
+
+
+@dataclass(frozen=True)
+class SftCollator:
+    """Rows with `input_ids` (and `labels`, else all tokens are learnt) to right-padded tensors."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """`input_ids`, `attention_mask`, `labels` (-100 on padding), each `(batch, seq)`."""
+        ids = [row["input_ids"] for row in rows]
+        labels = [row.get("labels", row["input_ids"]) for row in rows]
+        return {
+            "input_ids": _padded(ids, self.pad_token_id),
+            "attention_mask": _mask(ids),
+            "labels": _padded(labels, IGNORED),
+        }
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Rows with `chosen_ids` and `rejected_ids` to right-padded tensors."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """`input_ids`, `attention_mask`, each `(2 * pairs, seq)`: all chosen, then all rejected."""
+        ids = [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows]
+        return {"input_ids": _padded(ids, self.pad_token_id), "attention_mask": _mask(ids)}
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Rows with `prompt_ids` to left-padded tensors, ready for generation."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """`input_ids`, `attention_mask`, each `(batch, seq)`."""
+        ids = [row["prompt_ids"] for row in rows]
+        return {
+            "input_ids": _padded(ids, self.pad_token_id, left=True),
+            "attention_mask": _mask(ids, left=True),
+        }

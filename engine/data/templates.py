@@ -1,0 +1,141 @@
+"""The dialogue template: from messages to the token ids of a prompt, and of an answer.
+
+Prompt and answer are tokenised apart and their ids joined, in training as in generation, so both
+agree at the boundary. An answer ends in EOS, put there by id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from engine.data.schemas import DataError
+
+Template = Literal["human_assistant", "chat_template"]
+Message = dict[str, str]
+
+TURN_MARKS = ("\n\nHuman:", "\n\nAssistant:")
+"""Where an answer in the `human_assistant` template that missed its EOS talks on; stop there."""
+
+HUMAN_ASSISTANT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '\\n\\nHuman: ' + message['content'] | trim }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "{{ '\\n\\nAssistant: ' + message['content'] | trim + eos_token }}"
+    "{% else %}{{ '\\n\\nSystem: ' + message['content'] | trim }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
+)
+"""The `human_assistant` template in Jinja, for tokenizers that add no BOS."""
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt within its limit, and how many of its oldest turns that cost."""
+
+    ids: list[int]
+    messages: list[Message]
+    turns_cut: int
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts BOS before a text by itself."""
+    if tokenizer.bos_token_id is None:
+        return False
+    ids = tokenizer("a").input_ids
+    return len(ids) > 1 and ids[0] == tokenizer.bos_token_id
+
+
+def install_template(tokenizer: PreTrainedTokenizerBase, template: Template) -> None:
+    """Store the template in the tokenizer, so that it is saved with each model and chat uses it.
+
+    Raises:
+        DataError: `chat_template` asked for, and the tokenizer has none.
+    """
+    if template == "human_assistant":
+        bos = "{{ bos_token }}" if adds_bos(tokenizer) else ""
+        tokenizer.chat_template = bos + HUMAN_ASSISTANT_CHAT_TEMPLATE
+    elif not tokenizer.chat_template:
+        raise DataError(
+            f"data.template = chat_template, but the tokenizer of {tokenizer.name_or_path or 'it'} "
+            "has none; set data.template=human_assistant"
+        )
+
+
+def render_prompt(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: Template
+) -> str:
+    """The text of a dialogue up to where the answer begins.
+
+    Raises:
+        DataError: the tokenizer's chat template refuses the dialogue.
+    """
+    if template == "human_assistant":
+        marks = {"user": "Human: {}", "assistant": "Assistant: {}" + str(tokenizer.eos_token)}
+        turns = [
+            "\n\n" + marks.get(turn["role"], "System: {}").replace("{}", turn["content"].strip())
+            for turn in messages
+        ]
+        bos = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
+        return bos + "".join(turns) + "\n\nAssistant:"
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # Jinja's errors and what templates raise by themselves
+        roles = ", ".join(turn["role"] for turn in messages)
+        raise DataError(
+            f"the tokenizer's chat template refuses a dialogue of {roles}: {error}; "
+            "set data.template=human_assistant"
+        ) from error
+
+
+def encode_prompt(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: Template
+) -> list[int]:
+    """Token ids of a dialogue (ending in a user turn) up to where the answer begins.
+
+    Equal to the tokenizer's `apply_chat_template(..., add_generation_prompt=True)` once
+    `install_template` has stored the template.
+    """
+    text = render_prompt(messages, tokenizer, template)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode_answer(text: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
+    """Token ids of an answer and EOS; text that spells a special token stays text."""
+    # The anchor is what precedes an answer: tokenizers that treat a text's first word apart
+    # (SentencePiece) then see the answer as it stands after the prompt.
+    anchor, space = ("Assistant:", " ") if template == "human_assistant" else ("\n", "")
+    answer = space + text.strip()
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    before = tokenizer(anchor, **options).input_ids
+    ids = tokenizer(anchor + answer, **options).input_ids
+    if ids[: len(before)] == before:
+        ids = ids[len(before) :]
+    else:
+        ids = tokenizer(answer, **options).input_ids
+    return [*ids, tokenizer.eos_token_id]
+
+
+def fit_prompt(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    max_tokens: int,
+) -> FittedPrompt | None:
+    """Encode a dialogue, cutting the oldest whole rounds until it has at most `max_tokens`.
+
+    System turns at the start stay. None if the last user turn alone does not fit.
+    """
+    start = next((i for i, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
+    system, rest = messages[:start], messages[start:]
+    while True:
+        ids = encode_prompt(system + rest, tokenizer, template)
+        if len(ids) <= max_tokens:
+            kept = system + rest
+            return FittedPrompt(ids, kept, len(messages) - len(kept))
+        later = [i for i, turn in enumerate(rest) if turn["role"] == "user" and i > 0]
+        if not later:
+            return None
+        rest = rest[later[0] :]
