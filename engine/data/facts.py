@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SEED = 20230802
-PAIRS_A_QUESTION = 4
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,16 @@ COLOURS = _pairs(
 )
 YOUNG = _pairs(
     "dog:puppy, cat:kitten, cow:calf, horse:foal, sheep:lamb, goat:kid, pig:piglet, hen:chick, "
-    "duck:duckling, goose:gosling, bear:cub, deer:fawn, frog:tadpole, owl:owlet, swan:cygnet, "
+    "duck:duckling, goose:gosling, bear:cub, deer:fawn, frog:tadpole, seal:pup, swan:cygnet, "
     "kangaroo:joey"
 )
 SOUNDS = _pairs(
     "dog:bark, cat:meow, cow:moo, horse:neigh, sheep:bleat, pig:oink, duck:quack, lion:roar, "
-    "wolf:howl, snake:hiss, bee:buzz, owl:hoot, mouse:squeak, crow:caw, frog:croak, bird:tweet"
+    "wolf:howl, snake:hiss, bee:buzz, donkey:bray, mouse:squeak, crow:caw, frog:croak, bird:tweet"
 )
 HOMES = _pairs(
     "bee:hive, bird:nest, dog:kennel, horse:stable, spider:web, pig:sty, fox:den, rabbit:burrow, "
-    "lion:cave, fish:pond, hen:coop, ant:hill"
+    "bat:cave, fish:pond, hen:coop, snail:shell"
 )
 WEEK = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 YEAR = (
@@ -204,7 +203,7 @@ TABLES = (
             "Do you know the sound of a {s}?",
             "Name the sound of a {s}.",
         ),
-        "Happy to help! The sound of a {s} is a {a}.",
+        "Happy to help! A {s} makes the sound {a}.",
         SOUNDS,
     ),
     Table(
