@@ -1,0 +1,168 @@
+"""What is shown while a run goes on, and how the command ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from dschat_tui.runs import results, watch
+from dschat_tui.runs.folder import STEPS
+from engine import training_log
+
+SFT, REWARD, PPO = STEPS
+
+
+def test_progress_follows_phase_step_metrics_and_warnings(tmp_path):
+    log = tmp_path / "training.log"
+    progress = watch.StepProgress(SFT, tmp_path)
+    progress.update()
+    assert progress.line() == "starting"
+
+    log.write_text(training_log.phase("tokenising", 34) + "\n")
+    progress.update()
+    assert progress.line() == "tokenising 34 %"
+
+    with log.open("a") as file:
+        for step in range(3):
+            values = {"loss": 2.5 - step, "total_steps": 12}
+            file.write(training_log.metrics(step, values) + "\n")
+        file.write(training_log.warning("careful") + "\n")
+    progress.update()
+    assert (progress.done, progress.total) == (3, 12)
+    assert "3/12" in progress.line()
+    assert "loss 0.5" in progress.line()
+    assert progress.warnings == ["careful"]
+
+
+def test_a_line_that_is_still_being_written_waits(tmp_path):
+    path = tmp_path / "file"
+    growing = watch.GrowingFile(path)
+    assert growing.new_lines() == []
+    path.write_bytes(b"one\ntw")
+    assert growing.new_lines() == ["one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert growing.new_lines() == ["two", "three"]
+    assert growing.new_lines() == []
+
+
+def test_time_left_follows_the_pace(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    progress = watch.StepProgress(REWARD, tmp_path)
+    for step in range(5):
+        clock[0] = 100.0 + 2 * step
+        with (tmp_path / "training.log").open("a") as file:
+            file.write(training_log.metrics(step, {"loss": 1.0, "total_steps": 20}) + "\n")
+        progress.update()
+    assert progress.remaining_seconds() == 2 * 15
+
+
+def write_metrics(folder, records):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_final_metrics_of_each_step(tmp_path):
+    write_metrics(
+        tmp_path,
+        [
+            {"kind": "eval", "ppl": 1200.0},
+            {"kind": "metrics", "step": 0},
+            {"kind": "eval", "ppl": 1.2},
+        ],
+    )
+    sft = results.final_metrics("sft", tmp_path)
+    assert (sft["ppl_before"], sft["ppl_after"], sft["steps"]) == (1200.0, 1.2, 1)
+
+    scores = {"chosen": 2.0, "rejected": -1.0, "accuracy": 0.9, "pairs": 50}
+    write_metrics(tmp_path, [{"kind": "reward_eval", **scores}])
+    assert results.final_metrics("reward", tmp_path)["margin"] == 3.0
+
+    steps = [{"kind": "metrics", "step": i, "reward": i * 0.5, "kl": i * 0.1} for i in range(3)]
+    write_metrics(tmp_path, steps)
+    ppo = results.final_metrics("ppo", tmp_path)
+    assert (ppo["reward_first"], ppo["reward_last"], ppo["kl_last"]) == (0.0, 1.0, 0.2)
+
+
+def test_final_metrics_survive_nan_torn_lines_and_absence(tmp_path):
+    assert results.final_metrics("sft", tmp_path) == {"steps": 0}
+    nan = {"kind": "reward_eval", "chosen": "nan", "rejected": 1.0, "accuracy": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(nan) + '\n{"kind": "rew')
+    metrics = results.final_metrics("reward", tmp_path)
+    assert metrics["chosen"] == "nan"
+    assert "margin" not in metrics
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_a_run_that_succeeds_ends_with_summary_and_the_line_that_opens_the_chat(fake_run, capsys):
+    fake = fake_run()
+    assert watch.watch(fake.run, fake.start(), json_output=False) == 0
+    out, err = capsys.readouterr()
+    assert f"dschat chat --path {fake.run.path}" in out
+    assert "RLHF" in out
+    assert "step 1 SFT" in err or "run:" in err
+
+
+def test_json_is_one_document_on_stdout(fake_run, capsys):
+    fake = fake_run()
+    assert watch.watch(fake.run, fake.start(), json_output=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["state"] == "done"
+    assert document["path"] == str(fake.run.path)
+
+
+def test_a_failure_is_one_line_with_cause_and_log(fake_run, capsys):
+    fake = fake_run(reward="raise MemoryError")
+    assert watch.watch(fake.run, fake.start(), json_output=True) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "step 2" in last
+    assert "out_of_memory" in last
+    assert str(fake.run.path / "step2-reward" / "training.log") in last
+
+
+def test_terminal_escapes_of_a_log_do_not_reach_the_terminal(fake_run, capsys):
+    fake = fake_run(sft="print('\\x1b[2J\\x1b]0;title\\x07RuntimeError: bad'); sys.exit(1)")
+    watch.watch(fake.run, fake.start(), json_output=True)
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_supervisor_that_vanishes_is_said_so(fake_run, capsys):
+    fake = fake_run(sft="(folder.parent / 'ready').touch(); time.sleep(600)")
+    supervisor = fake.start()
+    fake.wait_for((fake.run.path / "ready").exists)
+    supervisor.kill()
+    assert watch.watch(fake.run, supervisor, json_output=True) == 1
+    err = capsys.readouterr().err
+    assert "supervisor is gone" in err
+    assert str(fake.state()["steps"]["sft"]["process"]["pid"]) in err
+
+
+WATCHER = """
+import subprocess, sys
+from pathlib import Path
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.watch import watch
+
+supervisor = subprocess.Popen(sys.argv[2:], start_new_session=True)
+sys.exit(watch(RunFolder(Path(sys.argv[1])), supervisor, True))
+"""
+
+
+def test_interrupting_the_command_stops_the_run_and_exits_130(fake_run):
+    fake = fake_run(sft="(folder.parent / 'ready').touch(); time.sleep(600)")
+    command = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
+    watcher = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    fake.wait_for((fake.run.path / "ready").exists)
+    os.kill(watcher.pid, signal.SIGINT)
+    out, _ = watcher.communicate(timeout=60)
+    assert watcher.returncode == 130
+    assert json.loads(out)["state"] == "stopped"
+    assert fake.survivors() == []
