@@ -1,0 +1,109 @@
+"""From a checked path to a session: the one place that brings in the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dschat_tui.chat.paths import ModelPath, relatives
+from dschat_tui.chat.session import Generator, Judge, Relatives, Session
+from dschat_tui.chat.settings import Settings
+from engine.config import load_config
+
+
+def load_session(
+    path: str,
+    found: ModelPath | None,
+    settings: Settings,
+    system: str,
+    dtype: str,
+    tokenizer: str | None,
+    trust_remote_code: bool,
+    against: Sequence[str],
+) -> Session:
+    """Load a model and make its relatives loadable; says on stderr what it loads.
+
+    Args:
+        path: what the person gave.
+        found: the local model it means; None where it is a name.
+        settings: how to generate.
+        system: the system message.
+        dtype: auto, fp32, bf16 or fp16.
+        tokenizer: folder or Hub id of the tokenizer, where the model has none.
+        trust_remote_code: run Python code that comes with the model.
+        against: paths of more models to compare with.
+
+    Raises:
+        ValueError: a model cannot be found or loaded, with the reason.
+    """
+    _note("Loading PyTorch ...")
+    from engine.generation.chat import ChatGenerator, ChatJudge, divergence
+    from engine.models.folders import resolve_model
+    from engine.precision import resolve_dtype
+
+    format = resolve_dtype(dtype)
+
+    def load(model: ModelPath, tokenizer: str | None) -> Generator:
+        return ChatGenerator.from_pretrained(
+            model.location, model.name, format, tokenizer, trust_remote_code
+        )
+
+    def loader(name: str, place: str, tokenizer: str | None = None) -> Callable[[], Generator]:
+        return lambda: load(ModelPath(resolve_model(place), name), tokenizer)
+
+    if found is None:
+        location = resolve_model(path)
+        if not Path(location).is_dir():
+            _announce_hub(location)
+        found = ModelPath(location, path)
+    _note(f"Loading {found.name} from {found.location} ...")
+    generator = load(found, tokenizer)
+
+    generators = {}
+    judge = None
+    if found.run is not None:
+        places = relatives(found.run)
+        reward = places.pop("reward", None)
+        generators = {name: loader(name, place) for name, place in places.items()}
+        if (found.run / "run.yaml").is_file():
+            base = load_config(found.run / "run.yaml").models.actor
+            # The base model may come without the template; the run's tokenizer has it.
+            generators = {"base": loader("base", base, found.location), **generators}
+        if reward is not None:
+
+            def judge() -> Judge:
+                scorer: Judge = ChatJudge.from_pretrained(reward, format)
+                return scorer
+
+    generators.setdefault(found.name, lambda: generator)
+    for other in against:
+        generators[other] = loader(other, other)
+    if len(generators) == 1:
+        generators = {}
+    return Session(generator, settings, Relatives(generators, judge, divergence), system)
+
+
+def _announce_hub(name: str) -> None:
+    """Say what will be downloaded from the Hub, and how large it is, before it happens."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    _note(f"There is no folder {name}; looking for it on the Hugging Face Hub.")
+    try:
+        files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{name} is neither a folder here nor reachable on the Hub ({reason}); check the "
+            "spelling, or give a local folder."
+        ) from None
+    weights = [file for file in files if file.rfilename.endswith(".safetensors")] or files
+    size = sum(file.size or 0 for file in weights) / 1e6
+    _note(f"Downloading {name} from the Hugging Face Hub, {size:.0f} MB.")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
