@@ -475,7 +475,7 @@ def _prompt(row: Row, schema: Schema, where: str) -> list[dict[str, str]]:
     if isinstance(value, list):
         return _turns(value, schema.prompt, where)
     text = _text(value, schema.prompt, where).strip()
-    if re.match(r"Human:", text) and text.endswith("Assistant:"):
+    if text.startswith("Human:") and text.endswith("\n\nAssistant:"):
         return _turns(text, schema.prompt, where)[:-1]
     system = _text(row.get("system"), "system", where)
     if schema.input:
