@@ -225,7 +225,7 @@ def list_profiles(json_output: JsonFlag = False) -> None:
     """List the profiles."""
     from engine.config import find_profile, profile_names
 
-    described = {name: _first_comment(find_profile(name)) for name in profile_names()}
+    described = {name: _first_sentence(find_profile(name)) for name in profile_names()}
     if json_output:
         rows = [{"name": name, "description": text} for name, text in described.items()]
         typer.echo(json.dumps(rows, indent=2))
@@ -290,9 +290,15 @@ def _next_free(parent: Path, name: str) -> Path:
     return folder
 
 
-def _first_comment(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+def _first_sentence(path: Path) -> str:
+    """The first sentence of the comment on top of a profile."""
+    comment = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    text, stop, _ = " ".join(comment).partition(". ")
+    return text + stop.strip()
 
 
 def _show_plan(plan: Plan, json_output: bool) -> None:

@@ -30,6 +30,8 @@ SHOWN_METRICS = {
     "reward": ("loss", "accuracy", "margin"),
     "ppo": ("reward", "kl", "actor_loss", "critic_loss"),
 }
+TALKING = ("sft", "ppo")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_SECONDS = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -62,6 +64,7 @@ class StepProgress:
     step: Step
     folder: Path
     phase: str = "starting"
+    percent: int | None = None
     done: int = 0
     total: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -81,12 +84,11 @@ class StepProgress:
     def _read(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "phase":
-            percent = record["percent"]
-            self.phase = record["name"] + ("" if percent is None else f" {percent} %")
+            self.phase, self.percent = record["name"], record["percent"]
         elif kind == "warning":
             self.warnings.append(record["text"])
         elif kind == "metrics":
-            self.phase = "training"
+            self.phase, self.percent = "training", None
             self.done = record["step"] + 1
             self.total = int(record.get("total_steps") or 0)
             self.metrics = record
@@ -104,7 +106,8 @@ class StepProgress:
         """Phase, step, metrics and time left in one line."""
         parts = []
         if not self.done or self.phase != "training":
-            parts.append(tables.plain(self.phase))
+            percent = "" if self.percent is None else f" {self.percent} %"
+            parts.append(tables.plain(self.phase) + percent)
         if self.done:
             parts.append(f"{self.done}/{self.total}" if self.total else f"step {self.done}")
         for name in SHOWN_METRICS[self.step.name]:
@@ -135,15 +138,12 @@ class Watch:
         A run whose supervisor died without an end stays `running` (or `pending`).
         """
         while True:
-            try:
-                ended = self.supervisor.poll() is not None
-                self.look()
-                show()
-                if ended:
-                    return self._final_state()
-                time.sleep(POLL_SECONDS)
-            except KeyboardInterrupt:
-                self.ask_to_stop()
+            ended = self.supervisor.poll() is not None
+            self.look()
+            show()
+            if ended:
+                return self._final_state()
+            time.sleep(POLL_SECONDS)
 
     def look(self) -> None:
         """Read run.json and what the running step wrote."""
@@ -178,21 +178,23 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes], json_output: bool
     """Show a run until its end, then its summary; the exit code of the command."""
     watched = Watch(run, supervisor)
 
-    def terminated(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def ask_to_stop(number: int, frame: object) -> None:
+        watched.ask_to_stop()
 
-    before = signal.signal(signal.SIGTERM, terminated)
+    before = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
     try:
         with _display(watched) as show:
             outcome = watched.follow(show)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if json_output:
         print(json.dumps({"path": str(run.path), **watched.state}, indent=2))
     else:
         print(tables.summary(watched.state))
     if outcome == DONE:
-        if not json_output and watched.state["steps"].get("ppo", {}).get("state") == DONE:
+        can_talk = any(watched.state["steps"].get(s, {}).get("state") == DONE for s in TALKING)
+        if can_talk and not json_output:
             print(f"\nTalk with it: dschat chat --path {shlex.quote(_shown_path(run.path))}")
         return EXIT_CODES[DONE]
     print(_explain(run, watched.state), file=sys.stderr)
