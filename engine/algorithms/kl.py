@@ -37,7 +37,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Arguments and shape as in `k1`.
     """
     log_ratio = k1(log_probs, ref_log_probs)
-    # Rounding of expm1 alone can take the sum below 0.
+    # Not every expm1 rounds exactly, and one ulp low would take the sum below 0.
     return (torch.expm1(-log_ratio) + log_ratio).clamp(min=0.0)
 
 
