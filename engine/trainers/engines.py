@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +88,25 @@ def learning_rates(engine: deepspeed.DeepSpeedEngine) -> list[float]:
     return [float(group["lr"]) for group in engine.optimizer.param_groups]
 
 
-def gradient_norm(engine: deepspeed.DeepSpeedEngine) -> float:
-    """The global gradient norm before clipping of the last optimizer step; nan if unknown."""
-    norm = engine.get_global_grad_norm()
-    return float("nan") if norm is None else float(norm)
+def engine_step(engine: deepspeed.DeepSpeedEngine) -> float:
+    """Step the engine after a micro batch's backward pass.
+
+    Returns:
+        the global gradient norm before clipping at the last micro batch of an optimizer step;
+        nan at the others.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return math.nan
+    norm = None
+    if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
+        # DeepSpeed clips here without telling the norm.
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+    engine.step()
+    if norm is None:
+        norm = engine.get_global_grad_norm()
+    return math.nan if norm is None else float(norm)
 
 
 def _adamw(plan: OptimizerPlan, offload: bool) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from engine.planning.flops import (
     weight_bytes_read_per_token,
 )
 from engine.trainers.context import StepContext, length_of_training
-from engine.trainers.engines import backward, gradient_norm, learning_rates
+from engine.trainers.engines import backward, engine_step, learning_rates
 from engine.trainers.experience import Experience
 from engine.trainers.rlhf_engine import RLHFEngine
 
@@ -42,6 +42,16 @@ _RANK_SEED_STRIDE = 1_000_003
 _REWARD_EMA_DECAY = 0.9
 # Rollout batches answered before training to find the mean and deviation of the scores.
 _NORMALIZATION_BATCHES = 2
+
+
+@dataclass
+class UpdateStats:
+    """What the updates on one rollout batch add up to, on this rank."""
+
+    sums: Counter[str] = field(default_factory=Counter)
+    ratio_max: float = 0.0
+    actor_gradient_norm: float = math.nan
+    critic_gradient_norm: float = math.nan
 
 
 class PPOTrainer:
@@ -128,16 +138,15 @@ class PPOTrainer:
 
         # 3. Inner epochs of updates, each over the answers in a fresh order.
         train_started = time.perf_counter()
-        stats, maxima = Counter[str](), Counter[str]()
+        stats = UpdateStats()
         for minibatch in self.minibatches(len(experience)):
-            self.update(experience, minibatch, stats, maxima)
+            self.update(experience, minibatch, stats)
         train_s = time.perf_counter() - train_started
 
         # 4. The report.
         e2e_s = time.perf_counter() - started
         times = {"e2e_s": e2e_s, "generate_s": generate_s, "train_s": train_s}
-        flops = {"generate": generate_flops, "train": stats.pop("flops")}
-        self.report(step, epoch, experience, stats, maxima, times, flops, passes)
+        self.report(step, epoch, experience, stats, times, generate_flops, passes)
 
     def prompt_batches(self, rows: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's prompts of a global batch, left padded, a generation batch at a time."""
@@ -238,30 +247,23 @@ class PPOTrainer:
                 yield [minibatch[at : at + micro] for at in range(0, size, micro)]
 
     def update(
-        self,
-        experience: Experience,
-        minibatch: list[list[int]],
-        stats: Counter[str],
-        maxima: Counter[str],
+        self, experience: Experience, minibatch: list[list[int]], stats: UpdateStats
     ) -> None:
         """One optimizer step of actor and critic on a minibatch, cut into micro batches."""
         micro_batches = [experience.rows(rows) for rows in minibatch]
         (tokens,) = sum_over_ranks(sum(batch.mask.sum() for batch in micro_batches))
         for batch in micro_batches:
-            self.train_rlhf(batch, max(1.0, tokens), stats, maxima)
+            self.train_rlhf(batch, max(1.0, tokens), stats)
         if self.engine.actor_ema and self.engine.actor.was_step_applied():
             self.engine.actor_ema.update()
 
-    def train_rlhf(
-        self, batch: Experience, tokens: float, stats: Counter[str], maxima: Counter[str]
-    ) -> None:
+    def train_rlhf(self, batch: Experience, tokens: float, stats: UpdateStats) -> None:
         """Forward, backward and (at the last micro batch) step of both engines.
 
         Args:
             batch: some rows of the experience.
             tokens: of the whole minibatch on all ranks, which the losses are means over.
-            stats: sums over tokens, added to.
-            maxima: largest values, raised.
+            stats: added to.
         """
         engine, options = self.engine, self.options
         width = batch.mask.shape[1]
@@ -274,28 +276,30 @@ class PPOTrainer:
         if self.unsupervised is not None:
             loss = loss + self.unsupervised_loss(tokens, stats)
         backward(engine.actor, loss, tokens)
-        engine.actor.step()
+        stats.actor_gradient_norm = engine_step(engine.actor)
 
         # 2. The critic.
         values = engine.values(batch.ids, batch.attention_mask, width)
         critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
         backward(engine.critic, critic.loss_sum, tokens)
-        engine.critic.step()
+        stats.critic_gradient_norm = engine_step(engine.critic)
 
         # 3. Sums for the report.
-        stats["actor_loss"] += float(policy.loss_sum)
-        stats["critic_loss"] += float(critic.loss_sum)
-        stats["tokens"] += float(policy.token_count)
-        stats["clipped"] += float(policy.clipped_count)
-        stats["value_clipped"] += float(critic.clipped_count)
-        stats["ratio"] += float(policy.ratio_sum)
-        stats["approx_kl"] += float(policy.approx_kl_sum)
-        maxima["ratio_max"] = max(maxima["ratio_max"], float(policy.ratio_max))
+        stats.ratio_max = max(stats.ratio_max, float(policy.ratio_max))
+        stats.sums.update(
+            actor_loss=float(policy.loss_sum),
+            critic_loss=float(critic.loss_sum),
+            tokens=float(policy.token_count),
+            clipped=float(policy.clipped_count),
+            value_clipped=float(critic.clipped_count),
+            ratio=float(policy.ratio_sum),
+            approx_kl=float(policy.approx_kl_sum),
+        )
         roles = self.context.config.actor, self.context.config.critic
         for role, shape, head in zip(
             roles, (engine.actor_shape, engine.critic_shape), ("lm", "score"), strict=True
         ):
-            stats["flops"] += training_flops(
+            stats.sums["flops"] += training_flops(
                 shape,
                 *batch.ids.shape,
                 checkpointing=role.gradient_checkpointing,
@@ -303,7 +307,7 @@ class PPOTrainer:
                 head=head,
             )
 
-    def unsupervised_loss(self, tokens: float, stats: Counter[str]) -> Tensor:
+    def unsupervised_loss(self, tokens: float, stats: UpdateStats) -> Tensor:
         """The mixture loss of one micro batch of text, scaled to stand beside a sum over `tokens`.
 
         Its mean is weighted by `unsupervised_coef` (the PPO-ptx gamma of InstructGPT, equation 2).
@@ -314,9 +318,9 @@ class PPOTrainer:
         ).logits
         loss_sum, count = causal_lm_loss(logits, batch["labels"])
         micro_batches = self.engine.plan.accumulation * world_size()
-        stats["unsupervised_loss"] += float(loss_sum)
-        stats["unsupervised_tokens"] += float(count)
-        stats["flops"] += training_flops(
+        stats.sums["unsupervised_loss"] += float(loss_sum)
+        stats.sums["unsupervised_tokens"] += float(count)
+        stats.sums["flops"] += training_flops(
             self.engine.actor_shape,
             *batch["input_ids"].shape,
             checkpointing=self.context.config.actor.gradient_checkpointing,
@@ -352,10 +356,9 @@ class PPOTrainer:
         step: int,
         epoch: int,
         experience: Experience,
-        stats: Counter[str],
-        maxima: Counter[str],
+        stats: UpdateStats,
         times: dict[str, float],
-        flops: dict[str, float],
+        generate_flops: float,
         passes: int,
     ) -> None:
         """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
@@ -381,8 +384,10 @@ class PPOTrainer:
         self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
 
         # 2. What the updates did.
-        names = sorted(stats)
-        sums = dict(zip(names, sum_over_ranks(*(stats[name] for name in names)), strict=True))
+        own_flops = stats.sums.pop("flops")
+        names = sorted(stats.sums)
+        totals = sum_over_ranks(*(stats.sums[name] for name in names))
+        sums = dict(zip(names, totals, strict=True))
         tokens = max(1.0, sums["tokens"])
         actor_loss, critic_loss = sums["actor_loss"] / tokens, sums["critic_loss"] / tokens
         text_tokens = sums.get("unsupervised_tokens", 0.0)
@@ -394,7 +399,7 @@ class PPOTrainer:
         # Actor and reference, critic and reward model read each answer once.
         scoring = 2 * forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
         scoring += 2 * forward_flops(engine.critic_shape, *experience.ids.shape, head="score")
-        total_flops = flops["generate"] + flops["train"] + scoring
+        total_flops = generate_flops + own_flops + scoring
         element = torch.finfo(self.context.dtype).bits // 8
         moved = weight_bytes_read_per_token(engine.actor_shape, element) * passes
         lines = training_log.PPOStep(
@@ -407,8 +412,8 @@ class PPOTrainer:
             reward=reward,
             reward_ema=self.reward_ema,
             tflops=total_flops / times["e2e_s"] / 1e12,
-            generate_tflops=flops["generate"] / times["generate_s"] / 1e12,
-            train_tflops=flops["train"] / times["train_s"] / 1e12,
+            generate_tflops=generate_flops / times["generate_s"] / 1e12,
+            train_tflops=own_flops / times["train_s"] / 1e12,
             batch_size=int(count),
             sequence_length=sequence,
             answer_length_limit=width,
@@ -437,12 +442,12 @@ class PPOTrainer:
                 "clip_fraction": sums["clipped"] / tokens,
                 "value_clip_fraction": sums["value_clipped"] / tokens,
                 "ratio_mean": sums["ratio"] / tokens,
-                "ratio_max": max_over_ranks(maxima["ratio_max"]),
+                "ratio_max": max_over_ranks(stats.ratio_max),
                 "explained_variance": float(explained),
                 "answer_length": answered / count,
                 "eos_share": ended / count,
-                "actor_gradient_norm": gradient_norm(engine.actor),
-                "critic_gradient_norm": gradient_norm(engine.critic),
+                "actor_gradient_norm": stats.actor_gradient_norm,
+                "critic_gradient_norm": stats.critic_gradient_norm,
                 "actor_learning_rate": learning_rates(engine.actor)[0],
                 "critic_learning_rate": learning_rates(engine.critic)[0],
                 "tokens_per_s": answered / times["generate_s"],

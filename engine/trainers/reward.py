@@ -24,7 +24,7 @@ from engine.trainers.context import BatchPlan, StepContext, length_of_training
 from engine.trainers.engines import (
     OptimizerPlan,
     backward,
-    gradient_norm,
+    engine_step,
     learning_rates,
     training_engine,
     zero3_loading,
@@ -125,7 +125,7 @@ class RewardTrainer:
             batch = self.collate([self.data.train[row] for row in cut])
             loss, chosen, rejected = self.loss(batch)
             backward(self.engine, loss, len(rows))
-            self.engine.step()
+            gradient_norm = engine_step(self.engine)
             correct = (chosen > rejected).sum()
             totals += torch.stack([loss, correct, chosen.sum(), rejected.sum()]).detach().cpu()
             flops += training_flops(
@@ -162,7 +162,7 @@ class RewardTrainer:
                 "chosen": chosen_mean,
                 "rejected": rejected_mean,
                 "learning_rate": learning_rates(self.engine)[0],
-                "gradient_norm": gradient_norm(self.engine),
+                "gradient_norm": gradient_norm,
                 "tokens_per_s": tokens_everywhere / seconds,
                 "total_steps": self.total_steps,
             },

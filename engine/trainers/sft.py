@@ -22,7 +22,7 @@ from engine.trainers.context import BatchPlan, StepContext, length_of_training
 from engine.trainers.engines import (
     OptimizerPlan,
     backward,
-    gradient_norm,
+    engine_step,
     learning_rates,
     training_engine,
     zero3_loading,
@@ -123,7 +123,7 @@ class SFTTrainer:
             batch_loss, _ = self.loss(batch)
             backward(self.engine, batch_loss, max(1.0, trained_tokens_everywhere))
             loss_sum += batch_loss.detach()
-            self.engine.step()
+            gradient_norm = engine_step(self.engine)
 
         # 3. The report.
         (loss_everywhere,) = sum_over_ranks(loss_sum)
@@ -157,7 +157,7 @@ class SFTTrainer:
             {
                 "loss": loss_everywhere / max(1.0, trained_tokens_everywhere),
                 "learning_rate": learning_rates(self.engine)[0],
-                "gradient_norm": gradient_norm(self.engine),
+                "gradient_norm": gradient_norm,
                 "tokens_per_s": read_tokens_everywhere / seconds,
                 "trained_token_share": trained_tokens_everywhere / read_tokens_everywhere,
                 "total_steps": self.total_steps,
