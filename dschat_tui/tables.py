@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 from dschat_tui.runs.folder import STEPS
 from dschat_tui.runs.results import duration, summary_text
 
+EXTREMES = ("least", "greatest")
+COUNTERS = ("epoch", "step", "index", "rank", "ppo_epoch", "batch_size", "total_steps")
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -60,14 +63,27 @@ def log_document(document: dict[str, Any]) -> str:
         lines.append("events: " + ", ".join(f"{name} {count}" for name, count in events.items()))
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for record in document["records"]:
-        by_kind.setdefault(record["kind"], []).append(record)
-    rows = [
-        [kind, str(len(records)), _cells(records[0]), _cells(records[-1])]
-        for kind, records in by_kind.items()
-    ]
-    if rows:
-        lines.append(aligned(["kind", "records", "first", "last"], rows))
+        if record["kind"] in ("note", "warning"):
+            lines.append(f"{record['kind']}: {plain(record['text'])}")
+        elif record["kind"] not in ("phase", "finished"):
+            by_kind.setdefault(record["kind"], []).append(record)
+    for kind, records in by_kind.items():
+        rows = _quantities(records)
+        if rows:
+            lines += ["", aligned([f"{kind} ({len(records)})", "first", "last", *EXTREMES], rows)]
     return "\n".join(lines)
+
+
+def _quantities(records: list[dict[str, Any]]) -> list[list[str]]:
+    """A row a quantity: its first and last value, its least and greatest finite one."""
+    rows = []
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [r[name] for r in records if isinstance(r.get(name), (int, float))]
+        if name not in COUNTERS and values:
+            finite = [value for value in values if math.isfinite(value)]
+            extremes = [min(finite), max(finite)] if finite else [None, None]
+            rows.append([name, *(_cell(value) for value in [values[0], values[-1], *extremes])])
+    return rows
 
 
 def evaluation(document: dict[str, Any]) -> str:
@@ -85,11 +101,6 @@ def evaluation(document: dict[str, Any]) -> str:
             f"{_cell(reward['margin'])} on {reward['pairs']} pairs"
         )
     return "\n".join(lines)
-
-
-def _cells(record: dict[str, Any]) -> str:
-    shown = {k: v for k, v in record.items() if k != "kind" and isinstance(v, (int, float, str))}
-    return plain(" ".join(f"{name}={_cell(value)}" for name, value in list(shown.items())[:6]))
 
 
 def _cell(value: Any) -> str:
