@@ -1,0 +1,236 @@
+"""The models of a run side by side on held-out prompts, and the reward model on held-out pairs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from engine.algorithms.kl import k1
+from engine.algorithms.language_modeling import causal_lm_loss
+from engine.algorithms.log_probs import token_log_probs
+from engine.algorithms.masks import length_mask
+from engine.config import RunConfig, load_config
+from engine.config.layout import STEP_FOLDERS
+from engine.data.batches import PairCollator, PromptCollator, SftCollator
+from engine.data.phases import build_phase, eval_prompts
+from engine.generation.plain import generate
+from engine.generation.sampling import Generation, Sampling
+from engine.models.families import position_arguments
+from engine.models.folders import is_complete_model
+from engine.models.load import load_causal_lm, load_tokenizer, resize_for, resolve_model
+from engine.models.reward import RewardModel
+from engine.precision import resolve_dtype
+
+_SAMPLES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every model of a run is measured on."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[dict[str, Any]]
+    sft_rows: Any
+    device: torch.device
+    dtype: torch.dtype
+
+
+def evaluate(run: Path) -> dict[str, Any]:
+    """Measure base, SFT model, actor and its average, and the reward model, as far as they exist.
+
+    Exact match is of greedy answers, style, reward and KL of answers sampled at temperature 1.
+
+    Args:
+        run: folder of a run whose step 1 is done.
+
+    Returns:
+        `{"prompts", "models": {name: {"perplexity", "reward_mean", "reward_std", "exact_match",
+        "preferred_style", "kl"}}, "reward_model": {"accuracy", "margin", "pairs", "kinds"},
+        "answers": [...]}`; null where the data or the run has no such thing. `kl` is from the SFT
+        model, in nats an answer.
+    """
+    config = load_config(run / "run.yaml")
+    folders = model_folders(config, run)
+    tokenizer = load_tokenizer(folders["sft"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=eval_prompts(config, tokenizer)[: config.data.eval_rows],
+        sft_rows=build_phase(config, tokenizer, "sft").eval,
+        device=device,
+        dtype=resolve_dtype(config.dtype),
+    )
+    reward_folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
+    reward = None
+    if is_complete_model(reward_folder):
+        reward = RewardModel.from_pretrained(reward_folder, bench.dtype).to(device).eval()
+    sft = load(bench, folders["sft"])
+    models, answers = {}, {}
+    for name, folder in folders.items():
+        model = sft if name == "sft" else load(bench, folder)
+        models[name], answers[name] = measure(bench, model, sft, reward)
+    return {
+        "prompts": len(bench.prompts),
+        "models": models,
+        "reward_model": None if reward is None else measure_reward(bench, reward),
+        "answers": [
+            {
+                "prompt": prompt["prompt"][-1]["content"],
+                **{name: answers[name][row] for name in folders},
+            }
+            for row, prompt in enumerate(bench.prompts[:_SAMPLES_SHOWN])
+        ],
+    }
+
+
+def model_folders(config: RunConfig, run: Path) -> dict[str, str]:
+    """Base, SFT model, actor and average of a run, those that exist."""
+    step3 = run / STEP_FOLDERS["ppo"]
+    finished = config.models.sft or str(run / STEP_FOLDERS["sft"] / "model")
+    candidates = {
+        "sft": finished,
+        "actor": str(step3 / "actor"),
+        "actor_ema": str(step3 / "actor_ema"),
+    }
+    if not is_complete_model(finished):
+        raise FileNotFoundError(f"{finished} holds no complete model; run step 1 first")
+    found = {name: path for name, path in candidates.items() if is_complete_model(path)}
+    return {"base": resolve_model(config.models.actor), **found}
+
+
+def load(bench: Bench, folder: str) -> nn.Module:
+    """A causal language model of the run, ready to compute."""
+    model = load_causal_lm(
+        folder, bench.dtype, trust_remote_code=bench.config.models.trust_remote_code
+    )
+    resize_for(model, bench.tokenizer)
+    return model.to(bench.device).eval()
+
+
+@torch.no_grad()
+def measure(
+    bench: Bench, model: nn.Module, sft: nn.Module, reward: RewardModel | None
+) -> tuple[dict[str, float | None], list[str]]:
+    """One model's figures, and its greedy answers to the prompts."""
+    greedy = [text for _, _, texts in answer(bench, model, greedy=True) for text in texts]
+    sampled: list[str] = []
+    scores: list[Tensor] = []
+    divergences: list[Tensor] = []
+    for batch, generation, texts in answer(bench, model, greedy=False):
+        sampled += texts
+        mask = length_mask(generation.lengths, generation.answers.shape[1])
+        ids = torch.cat((batch["input_ids"], generation.answers), dim=1)
+        full_mask = torch.cat((batch["attention_mask"], mask.long()), dim=1)
+        width = mask.shape[1]
+        logits = sft(
+            input_ids=ids, attention_mask=full_mask, **position_arguments(sft, full_mask)
+        ).logits
+        reference = token_log_probs(logits[:, -width - 1 : -1], generation.answers)
+        divergences.append((k1(generation.log_probs, reference) * mask).sum(dim=1))
+        if reward is not None:
+            scores.append(reward.scores(ids, full_mask))
+    references = [prompt["references"] for prompt in bench.prompts]
+    styles = [prompt["preferred_style"] for prompt in bench.prompts]
+    all_scores = torch.cat(scores) if scores else None
+    figures = {
+        "perplexity": perplexity(bench, model),
+        "reward_mean": None if all_scores is None else float(all_scores.mean()),
+        "reward_std": None if all_scores is None else float(all_scores.std(correction=0)),
+        "exact_match": share(
+            text.strip() in known for text, known in zip(greedy, references, strict=True) if known
+        ),
+        "preferred_style": share(
+            re.fullmatch(style, text.strip()) is not None
+            for text, style in zip(sampled, styles, strict=True)
+            if style
+        ),
+        "kl": float(torch.cat(divergences).mean()),
+    }
+    return figures, greedy
+
+
+def answer(
+    bench: Bench, model: nn.Module, greedy: bool
+) -> Iterator[tuple[dict[str, Tensor], Generation, list[str]]]:
+    """Batches of prompts, the model's answers, and their texts; sampling is seeded."""
+    tokenizer, options = bench.tokenizer, bench.config.ppo
+    collate = PromptCollator(tokenizer.pad_token_id)
+    sampling = Sampling(
+        max_new_tokens=options.max_answer_length,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+        greedy=greedy,
+    )
+    generator = torch.Generator(bench.device).manual_seed(bench.config.seed)
+    size = bench.config.sft.eval_batch_size
+    for start in range(0, len(bench.prompts), size):
+        rows = collate(bench.prompts[start : start + size])
+        batch = {name: tensor.to(bench.device) for name, tensor in rows.items()}
+        generation = generate(
+            model, batch["input_ids"], batch["attention_mask"], sampling, generator
+        )
+        texts = [
+            tokenizer.decode(ids[:length], skip_special_tokens=True)
+            for ids, length in zip(generation.answers, generation.lengths.tolist(), strict=True)
+        ]
+        yield batch, generation, texts
+
+
+@torch.no_grad()
+def perplexity(bench: Bench, model: nn.Module) -> float:
+    """Perplexity over the answer tokens of the held-out dialogues."""
+    collate = SftCollator(bench.tokenizer.pad_token_id)
+    size = bench.config.sft.eval_batch_size
+    loss, tokens = 0.0, 0
+    for start in range(0, len(bench.sft_rows), size):
+        rows = [bench.sft_rows[row] for row in range(start, len(bench.sft_rows))[:size]]
+        batch = {name: tensor.to(bench.device) for name, tensor in collate(rows).items()}
+        labels = batch.pop("labels")
+        batch_loss, batch_tokens = causal_lm_loss(model(**batch).logits, labels)
+        loss += float(batch_loss)
+        tokens += int(batch_tokens)
+    return math.exp(loss / max(1, tokens))
+
+
+@torch.no_grad()
+def measure_reward(bench: Bench, reward: RewardModel) -> dict[str, Any] | None:
+    """Accuracy and margin of the reward model on held-out pairs, also by kind of pair."""
+    if not bench.config.data.split[1]:
+        return None
+    pairs = build_phase(bench.config, bench.tokenizer, "reward").eval
+    collate = PairCollator(bench.tokenizer.pad_token_id)
+    size = bench.config.reward.eval_batch_size
+    margins: list[float] = []
+    for start in range(0, len(pairs), size):
+        batch = collate([pairs[row] for row in range(start, len(pairs))[:size]])
+        chosen, rejected = reward.scores(
+            batch["input_ids"].to(bench.device), batch["attention_mask"].to(bench.device)
+        ).chunk(2)
+        margins += (chosen - rejected).tolist()
+    of_kind = defaultdict(list)
+    for kind, margin in zip(pairs["kind"], margins, strict=True):
+        if kind is not None:
+            of_kind[kind].append(margin > 0)
+    return {
+        "accuracy": share(margin > 0 for margin in margins),
+        "margin": sum(margins) / max(1, len(margins)),
+        "pairs": len(margins),
+        "kinds": {kind: share(right) for kind, right in sorted(of_kind.items())},
+    }
+
+
+def share(outcomes: Any) -> float | None:
+    """Fraction of true outcomes; None without any."""
+    counted = list(outcomes)
+    return sum(counted) / len(counted) if counted else None
