@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_tui.chat.paths import ModelPath, relatives
@@ -38,11 +40,16 @@ def load_session(
         ValueError: a model cannot be found or loaded, with the reason.
     """
     _note("Loading PyTorch ...")
-    from engine.generation.chat import ChatGenerator, ChatJudge, divergence
-    from engine.models.folders import resolve_model
-    from engine.precision import resolve_dtype
+    with _quiet():
+        from transformers.utils.logging import disable_progress_bar
 
-    format = resolve_dtype(dtype)
+        from engine.generation.chat import ChatGenerator, ChatJudge, divergence
+        from engine.models.folders import resolve_model
+        from engine.precision import resolve_dtype
+
+        # What is downloaded is told with its size; reading a folder takes seconds.
+        disable_progress_bar()
+        format = resolve_dtype(dtype)
 
     def load(model: ModelPath, tokenizer: str | None) -> Generator:
         return ChatGenerator.from_pretrained(
@@ -82,6 +89,16 @@ def load_session(
     if len(generators) == 1:
         generators = {}
     return Session(generator, settings, Relatives(generators, judge, divergence), system)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed from telling at import which device it found."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _announce_hub(name: str) -> None:

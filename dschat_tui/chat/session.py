@@ -130,9 +130,13 @@ class Session:
         Raises:
             ValueError: the template of the model has no place for one.
         """
-        probe = [{"role": "user", "content": "?"}]
-        system = [{"role": "system", "content": text}]
-        if text and self.generator.count(system + probe) <= self.generator.count(probe):
+        lengths = {
+            self.generator.count(
+                [{"role": "system", "content": each}, {"role": "user", "content": "?"}]
+            )
+            for each in (text, f"{text} {text}")
+        }
+        if text and len(lengths) == 1:
             raise ValueError(
                 f"The dialogue template of {self.generator.name} leaves system messages out; "
                 "say it in the first question instead."
