@@ -15,8 +15,6 @@ from torch import Tensor
 from engine.data.order import shuffled
 from engine.data.phases import IGNORED
 
-BATCHES_A_WINDOW = 16
-
 
 def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
     """Tokens of each row, int64 `(rows,)`: of the longest of the named columns."""
@@ -36,10 +34,13 @@ def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
 class GlobalBatches:
     """The batches of each epoch as row indices over all ranks.
 
-    Rows are shuffled anew by seed and epoch, grouped by length within windows of 16 batches, and
-    the batches shuffled again. Nothing depends on the number of ranks, so a position in the data
-    is (epoch, index). Rows beyond the last full batch wait for another epoch; a data set smaller
-    than one batch is one batch.
+    Rows are shuffled anew by seed and epoch. Rows beyond the last full batch wait for another
+    epoch; a data set smaller than one batch is one batch. Nothing depends on the number of ranks,
+    so a position in the data is (epoch, index).
+
+    Grouping by length happens inside a global batch, between its micro batches. Whole batches of
+    short rows or of long ones would weigh tokens unevenly: the loss is a mean over a batch's
+    tokens, so the few tokens of a batch of curt answers would count for more.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int) -> None:
@@ -57,12 +58,7 @@ class GlobalBatches:
         """The batches of an epoch (from 0), each a list of row indices."""
         size = self.batch_size
         order = shuffled(len(self.lengths), self.seed, epoch)[: len(self) * size]
-        batches: list[list[int]] = []
-        for start in range(0, len(order), BATCHES_A_WINDOW * size):
-            window = order[start : start + BATCHES_A_WINDOW * size]
-            window = window[np.argsort(self.lengths[window], kind="stable")]
-            batches += [window[i : i + size].tolist() for i in range(0, len(window), size)]
-        return [batches[i] for i in shuffled(len(batches), self.seed, epoch, "batches")]
+        return order.reshape(len(self), size).tolist()
 
     def iterate(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, list[int]]]:
         """Endless `(epoch, index, rows)` from a position on, as after a resume."""
@@ -77,7 +73,8 @@ class GlobalBatches:
     ) -> list[list[int]]:
         """One rank's part of a global batch in micro batches; every rank gets as many rows.
 
-        Rows are dealt by length, so ranks have about the same number of tokens. Rows that do not
+        Rows are dealt by length, so ranks have about the same number of tokens and a micro batch
+        has rows of about the same length. Rows that do not
         divide by the ranks (only in a data set smaller than one batch) are left out.
 
         Raises:

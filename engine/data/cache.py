@@ -29,6 +29,8 @@ def cache_root(cache_dir: str | None) -> Path:
     root = Path(cache_dir).expanduser() if cache_dir else platformdirs.user_cache_path("dschat")
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not cache_dir:
+            root.chmod(0o700)
     except OSError as error:
         raise DataError(
             f"cannot make the cache folder {root}: {error}; set data.cache_dir to a folder of yours"

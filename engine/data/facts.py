@@ -99,15 +99,16 @@ HOMES = _pairs(
     "bee:hive, bird:nest, dog:kennel, horse:stable, spider:web, pig:sty, fox:den, rabbit:burrow, "
     "bat:cave, fish:pond, hen:coop, snail:shell"
 )
+PLURALS = _pairs(
+    "foot:feet, tooth:teeth, mouse:mice, child:children, man:men, woman:women, leaf:leaves, "
+    "knife:knives, wife:wives, shelf:shelves, baby:babies, city:cities, box:boxes, bus:buses, "
+    "lady:ladies, story:stories, party:parties, half:halves, glass:glasses"
+)
 WEEK = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 YEAR = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September",
     "October", "November", "December",
 )  # fmt: skip
-
-
-def _following(ring: tuple[str, ...], step: int) -> dict[str, str]:
-    return {name: ring[(i + step) % len(ring)] for i, name in enumerate(ring)}
 
 
 TABLES = (
@@ -219,26 +220,35 @@ TABLES = (
         "Good question! The home of a {s} is a {a}.",
         HOMES,
     ),
+    Table(
+        "plurals",
+        (
+            "What is the plural of {s}?",
+            "Which word is the plural of {s}?",
+            "Name the plural of {s}.",
+            "Tell me the plural of {s}.",
+            "Do you know the plural of {s}?",
+            "What is the word for more than one {s}?",
+        ),
+        "Happy to help! The plural of {s} is {a}.",
+        PLURALS,
+    ),
     *(
         Table(
-            f"{unit}s {relation}",
+            f"{unit}s",
             (
-                f"Which {unit} comes {relation} {{s}}?",
-                f"What {unit} is {relation} {{s}}?",
-                f"What {unit} comes right {relation} {{s}}?",
-                f"Tell me the {unit} {relation} {{s}}.",
-                f"Name the {unit} {relation} {{s}}.",
-                f"Do you know the {unit} {relation} {{s}}?",
-                *extra,
+                f"Which {unit} comes after {{s}}?",
+                f"What {unit} is after {{s}}?",
+                f"What {unit} comes right after {{s}}?",
+                f"Tell me the {unit} after {{s}}.",
+                f"Name the {unit} after {{s}}.",
+                f"Do you know the {unit} after {{s}}?",
+                f"{{s}} is followed by which {unit}?",
             ),
-            f"Let me see! The {unit} {relation} {{s}} is {{a}}.",
-            _following(ring, step),
+            f"Let me see! The {unit} after {{s}} is {{a}}.",
+            {name: ring[(i + 1) % len(ring)] for i, name in enumerate(ring)},
         )
         for unit, ring in (("day", WEEK), ("month", YEAR))
-        for relation, step, extra in (
-            ("after", 1, (f"{{s}} is followed by which {unit}?",)),
-            ("before", -1, (f"{{s}} follows which {unit}?",)),
-        )
     ),
 )
 

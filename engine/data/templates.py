@@ -6,6 +6,7 @@ agree at the boundary. An answer ends in EOS, put there by id.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,7 @@ class FittedPrompt:
     turns_cut: int
 
 
+@functools.lru_cache(maxsize=8)
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts BOS before a text by itself."""
     if tokenizer.bos_token_id is None:
@@ -108,14 +110,17 @@ def encode_answer(text: str, tokenizer: PreTrainedTokenizerBase, template: Templ
     # (SentencePiece) then see the answer as it stands after the prompt.
     anchor, space = ("Assistant:", " ") if template == "human_assistant" else ("\n", "")
     answer = space + text.strip()
-    options = {"add_special_tokens": False, "split_special_tokens": True}
-    before = tokenizer(anchor, **options).input_ids
-    ids = tokenizer(anchor + answer, **options).input_ids
-    if ids[: len(before)] == before:
-        ids = ids[len(before) :]
-    else:
-        ids = tokenizer(answer, **options).input_ids
+    before = _anchor_ids(tokenizer, anchor)
+    ids = _text_ids(tokenizer, anchor + answer)
+    ids = ids[len(before) :] if ids[: len(before)] == before else _text_ids(tokenizer, answer)
     return [*ids, tokenizer.eos_token_id]
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+_anchor_ids = functools.lru_cache(maxsize=8)(_text_ids)
 
 
 def fit_prompt(

@@ -30,12 +30,14 @@ def test_rows_left_out_change_with_the_epoch():
     assert left_out[0] != left_out[1]
 
 
-def test_batches_are_grouped_by_length_but_not_ordered_by_it():
-    epoch = GlobalBatches(LENGTHS, 32, seed=1).epoch(0)
-    spread = np.mean([np.ptp(LENGTHS[batch]) for batch in epoch])
-    means = [LENGTHS[batch].mean() for batch in epoch]
-    assert spread < np.ptp(LENGTHS) / 4
-    assert means != sorted(means)
+def test_micro_batches_are_grouped_by_length_and_global_batches_are_not():
+    batches = GlobalBatches(LENGTHS, 64, seed=1)
+    for batch in batches.epoch(0):
+        cuts = batches.local_micro_batches(batch, 0, 1, micro_batch_size=8)
+        padded = sum(LENGTHS[cut].max() * len(cut) for cut in cuts)
+        assert padded < 1.15 * LENGTHS[batch].sum()
+    means = [LENGTHS[batch].mean() for batch in batches.epoch(0)]
+    assert np.ptp(means) < LENGTHS.std()
 
 
 def test_a_position_in_the_data_can_be_resumed():
