@@ -245,7 +245,7 @@ def _nearest_key(key: str, known: list[str]) -> str:
     close += [name for name in known if name.rsplit(".", 1)[-1] == leaf and name not in close]
     if close:
         return "did you mean " + " or ".join(close[:4]) + "?"
-    return "`dschat run --help-options` lists all"
+    return "`dschat options` lists all"
 
 
 def _explain(problem: Any) -> str:

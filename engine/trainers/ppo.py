@@ -287,8 +287,8 @@ class PPOTrainer:
         # 3. Sums for the report.
         stats.ratio_max = max(stats.ratio_max, float(policy.ratio_max))
         stats.sums.update(
-            actor_loss=float(policy.loss_sum),
-            critic_loss=float(critic.loss_sum),
+            actor_loss=float(policy.loss_sum.detach()),
+            critic_loss=float(critic.loss_sum.detach()),
             tokens=float(policy.token_count),
             clipped=float(policy.clipped_count),
             value_clipped=float(critic.clipped_count),
@@ -318,7 +318,7 @@ class PPOTrainer:
         ).logits
         loss_sum, count = causal_lm_loss(logits, batch["labels"])
         micro_batches = self.engine.plan.accumulation * world_size()
-        stats.sums["unsupervised_loss"] += float(loss_sum)
+        stats.sums["unsupervised_loss"] += float(loss_sum.detach())
         stats.sums["unsupervised_tokens"] += float(count)
         stats.sums["flops"] += training_flops(
             self.engine.actor_shape,

@@ -1,0 +1,19 @@
+"""A user of their own: no test reads or writes the caches and settings of whoever runs them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory):
+    """Point caches and settings at a temporary folder, for children too."""
+    home = tmp_path_factory.mktemp("home")
+    patch = pytest.MonkeyPatch()
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
+        patch.setenv(name, str(home / name.lower()))
+    patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    yield home
+    patch.undo()

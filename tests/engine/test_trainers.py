@@ -1,0 +1,314 @@
+"""The trainers on one rank, in this process: PPO.md's properties that need whole models."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import apply_overrides, resolve
+from engine.distributed import process_group
+from engine.trainers.context import StepContext
+from engine.trainers.experience import Experience
+from engine.trainers.ppo import PPOTrainer, UpdateStats
+from engine.trainers.reward import RewardTrainer
+from engine.trainers.sft import SFTTrainer
+
+SMALL = {
+    "models": {"actor": "embedded:tiny-llama"},
+    "dtype": "fp32",
+    "data": {"eval_rows": 16},
+    "actor": {"learning_rate": 1e-3},
+    "critic": {"learning_rate": 1e-3},
+    "sft": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
+    "reward": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
+    "ppo": {
+        "max_steps": 2,
+        "rollout_batch_size": 8,
+        "batch_size": 4,
+        "inner_epochs": 2,
+        "max_prompt_length": 40,
+        "max_answer_length": 12,
+        "warmup_steps": 0,
+        "scheduler": "constant",
+    },
+}
+
+
+def configuration(*assignments: str):
+    return resolve(apply_overrides(SMALL, list(assignments)), "test")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    patch = pytest.MonkeyPatch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
+        patch.setenv(name, value)
+    with process_group():
+        yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run whose steps 1 and 2 are done, for step 3 to stand on."""
+    folder = tmp_path_factory.mktemp("run")
+    for trainer_type, step in ((SFTTrainer, "sft"), (RewardTrainer, "reward")):
+        trainer = trainer_type(StepContext.create(configuration(), folder, step))
+        trainer.train()
+        trainer.save()
+    return folder
+
+
+def ppo_trainer(run: Path, *assignments: str) -> PPOTrainer:
+    return PPOTrainer(StepContext.create(configuration(*assignments), run, "ppo"))
+
+
+def first_experience(trainer: PPOTrainer) -> Experience:
+    parts = [
+        trainer.generate_experience(prompts, mask)[0]
+        for prompts, mask in trainer.prompt_batches(trainer.batches.epoch(0)[0])
+    ]
+    joined = Experience.concatenate(parts, trainer.tokenizer.pad_token_id)
+    return trainer.add_targets(joined)
+
+
+def weights(engine) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+@pytest.mark.parametrize("trainer_type", [SFTTrainer, RewardTrainer])
+def test_micro_batches_do_not_change_an_optimizer_step(trainer_type, run, tmp_path):
+    step = "sft" if trainer_type is SFTTrainer else "reward"
+    results = []
+    for micro in (8, 1):
+        config = configuration(
+            f"{step}.micro_batch_size={micro}", f"models.sft={run}/step1-sft/model"
+        )
+        trainer = trainer_type(StepContext.create(config, tmp_path / str(micro), step))
+        trainer.train()
+        results.append(weights(trainer.engine))
+    # Adam divides by the root of tiny second moments: compare where rounding is not amplified.
+    torch.testing.assert_close(results[0], results[1], atol=2e-4, rtol=0)
+
+
+def test_sft_writes_the_same_numbers_into_the_log_and_metrics(tmp_path, capfd):
+    trainer = SFTTrainer(StepContext.create(configuration(), tmp_path, "sft"))
+    trainer.train()
+    rows = [
+        json.loads(line) for line in (tmp_path / "step1-sft/metrics.jsonl").read_text().splitlines()
+    ]
+    log = capfd.readouterr().out
+    losses = [row["loss"] for row in rows if row["kind"] == "metrics"]
+    assert len(losses) == 2
+    assert all(f"loss: {loss!r}" in log for loss in losses)
+    evaluations = [row["ppl"] for row in rows if row["kind"] == "eval"]
+    assert len(evaluations) == 2
+    assert evaluations[1] < evaluations[0]
+
+
+def test_first_minibatch_starts_from_the_policy_that_answered(run):
+    trainer = ppo_trainer(run, "ppo.temperature=0.7")
+    experience = first_experience(trainer)
+    torch.testing.assert_close(
+        experience.log_probs * experience.mask, experience.ref_log_probs * experience.mask
+    )
+    assert experience.kl.abs().max() < 1e-4
+    minibatch = next(trainer.minibatches(len(experience)))
+    stats = UpdateStats()
+    trainer.train_rlhf(experience.rows(minibatch[0]), tokens=100.0, stats=stats)
+    tokens = stats.sums["tokens"]
+    assert tokens > 0
+    assert stats.sums["ratio"] / tokens == pytest.approx(1.0, abs=1e-5)
+    assert stats.ratio_max == pytest.approx(1.0, abs=1e-4)
+    assert stats.sums["approx_kl"] / tokens == pytest.approx(0.0, abs=1e-6)
+    assert stats.sums["clipped"] == 0
+
+
+def test_more_padding_changes_nothing(run):
+    trainer = ppo_trainer(run)
+    prompts, mask = next(trainer.prompt_batches(trainer.batches.epoch(0)[0]))
+    state = trainer.sampler.get_state()
+    plain, _ = trainer.generate_experience(prompts, mask)
+    trainer.sampler.set_state(state)
+    pad = trainer.tokenizer.pad_token_id
+    wide = torch.nn.functional.pad(prompts, (5, 0), value=pad)
+    padded, _ = trainer.generate_experience(wide, torch.nn.functional.pad(mask, (5, 0)))
+    assert torch.equal(plain.answers, padded.answers)
+    for name in ("log_probs", "values", "ref_log_probs"):
+        torch.testing.assert_close(
+            getattr(plain, name) * plain.mask,
+            getattr(padded, name) * padded.mask,
+            atol=1e-4,
+            rtol=1e-4,
+        )
+    torch.testing.assert_close(plain.scores, padded.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_pad_equal_to_eos_keeps_the_first_eos_as_an_action(run):
+    trainer = ppo_trainer(run, "ppo.max_answer_length=30")
+    prompts, mask = next(trainer.prompt_batches(trainer.batches.epoch(0)[0]))
+    state = trainer.sampler.get_state()
+    own, _ = trainer.generate_experience(prompts, mask)
+    trainer.sampler.set_state(state)
+    trainer.sampling = replace(trainer.sampling, pad_id=trainer.tokenizer.eos_token_id)
+    same, _ = trainer.generate_experience(prompts, mask)
+    assert torch.equal(own.mask, same.mask)
+    assert torch.equal(own.answers[own.mask], same.answers[same.mask])
+    torch.testing.assert_close(own.scores, same.scores)
+
+
+def test_scores_in_ppo_are_those_of_the_reward_step(run):
+    trainer = ppo_trainer(run)
+    experience = first_experience(trainer)
+    reward = RewardTrainer(
+        StepContext.create(
+            configuration(
+                f"models.trained_reward={run}/step2-reward/model",
+                f"models.reward={run}/step2-reward/model",
+            ),
+            run,
+            "reward",
+        )
+    )
+    reward.engine.eval()
+    texts = [
+        ids[mask.bool()]
+        for ids, mask in zip(experience.ids, experience.attention_mask, strict=True)
+    ]
+    batch = reward.collate(
+        [{"chosen_ids": ids.tolist(), "rejected_ids": ids.tolist()} for ids in texts]
+    )
+    with torch.no_grad():
+        _, chosen, _ = reward.loss(batch)
+    torch.testing.assert_close(chosen, experience.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_the_experience_lose_only_padding(run):
+    trainer = ppo_trainer(
+        run, "ppo.generation_batch_size=3", "ppo.rollout_batch_size=6", "ppo.batch_size=6"
+    )
+    experience = first_experience(trainer)
+    assert len(experience) == 6
+    for row in range(len(experience)):
+        (one,) = (experience.rows([row]),)
+        assert one.mask.all()
+        assert one.attention_mask.all()
+        assert torch.equal(one.answers[0], experience.answers[row][experience.mask[row]])
+        assert torch.equal(one.advantages[0], experience.advantages[row][experience.mask[row]])
+
+
+def test_step_3_moves_both_models_and_tells_what_it_did(run, capfd):
+    trainer = ppo_trainer(run, "ema.enabled=true", "logging.print_answers=true")
+    before = weights(trainer.engine.actor), weights(trainer.engine.critic)
+    trainer.train()
+    trainer.save()
+    assert not torch.equal(before[0], weights(trainer.engine.actor))
+    assert not torch.equal(before[1], weights(trainer.engine.critic))
+    # 8 answers in minibatches of 4, twice a step, in two steps.
+    assert trainer.engine.actor.global_steps == trainer.engine.critic.global_steps == 8
+    folder = run / "step3-rlhf"
+    assert {p.name for p in folder.iterdir()} >= {"actor", "critic", "actor_ema"}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-2:]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-2)
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    mean = sum(row["reward"] for row in rollouts[:8]) / 8
+    assert mean == pytest.approx(rows[0]["reward"], abs=1e-5)
+    assert rows[0]["reward_ema"] == pytest.approx(rows[0]["reward"])
+    log = capfd.readouterr().out
+    assert "Average reward score" in log
+    assert "--- ans" in log
+
+
+def test_mixture_loss_changes_the_actor_but_not_its_number_of_steps(run, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(
+            json.dumps({"text": "the sun is hot and the sea is wet. " * 40}) + "\n"
+            for _ in range(20)
+        )
+    )
+    results = {}
+    for name, extra in (("off", []), ("on", [f"data.unsupervised_sources={text}"])):
+        trainer = ppo_trainer(run, "ppo.max_steps=1", "ppo.micro_batch_size=2", *extra)
+        trainer.train()
+        results[name] = trainer.engine.actor.global_steps, weights(trainer.engine.actor)
+    assert results["on"][0] == results["off"][0] == 4
+    assert not torch.equal(results["on"][1], results["off"][1])
+
+
+def test_reference_of_lora_alone_is_the_actor_without_adapters(run):
+    lora = ("actor.lora.rank=4", "actor.lora.only=true")
+    shared = ppo_trainer(run, *lora)
+    assert shared.engine.ref is None
+    before = first_experience(shared)
+    assert before.kl.abs().max() == 0
+    shared.train()
+    own_copy = ppo_trainer(run, *lora, "ref.share_actor=false")
+    assert own_copy.engine.ref is not None
+    ids, mask, answers = before.ids, before.attention_mask, before.answers
+    with shared.engine.evaluation():
+        after = shared.engine.ref_log_probs(ids, mask, answers)
+    assert torch.equal(after, own_copy.engine.ref_log_probs(ids, mask, answers))
+
+
+def test_average_moves_on_real_steps_alone_and_gives_the_weights_back(run):
+    trainer = ppo_trainer(run, "ema.enabled=true", "ema.decay=0.5")
+    average, engine = trainer.engine.actor_ema, trainer.engine.actor
+    start = weights(engine)
+    experience = first_experience(trainer)
+    minibatch = next(trainer.minibatches(len(experience)))
+    trainer.update(experience, minibatch, UpdateStats())
+    moved = weights(engine)
+
+    def read_and_fail():
+        with average.in_place():
+            torch.testing.assert_close(weights(engine), (start + moved) / 2)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        read_and_fail()
+    assert torch.equal(weights(engine), moved)
+    engine.was_step_applied = lambda: False
+    trainer.update(experience, minibatch, UpdateStats())
+    with average.in_place():
+        torch.testing.assert_close(weights(engine), (start + moved) / 2)
+
+
+def test_whitened_rollouts_keep_their_returns(run):
+    plain = ppo_trainer(run, "ppo.whiten_advantages=false")
+    experience = first_experience(plain)
+    whitened = ppo_trainer(run)
+    other = whitened.add_targets(experience)
+    assert torch.equal(other.returns, experience.returns)
+    chosen = other.advantages[other.mask]
+    assert abs(float(chosen.mean())) < 1e-5
+    assert float(chosen.std(correction=0)) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_too_little_data_for_one_batch_is_refused(tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text(
+        "".join(
+            json.dumps({"prompt": f"q {i}", "chosen": "yes", "rejected": "no"}) + "\n"
+            for i in range(6)
+        )
+    )
+    config = configuration(f"data.sources={few}", "sft.batch_size=64")
+    with pytest.raises(ValueError, match="fewer than its batch of 64"):
+        SFTTrainer(StepContext.create(config, tmp_path, "sft"))
