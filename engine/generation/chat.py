@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.data.templates import install_template
-from engine.generation.sampling import Sampling, choose_tokens, draw_uniforms
+from engine.data.templates import (
+    HUMAN_ASSISTANT_CHAT_TEMPLATE,
+    Template,
+    encode_answer,
+    install_template,
+)
+from engine.generation.decode import DecodeSession, build_decoder
+from engine.generation.sampling import Sampling
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for
 from engine.models.reward import RewardModel
 
 Message = dict[str, str]
+
+# Up to this size of weights a faster copy beside the model is worth its memory.
+_COPIED_BYTES = 4 * 2**30
 
 # ALiBi models such as BLOOM name no longest context; this is what BLOOM was trained with.
 _UNNAMED_CONTEXT = 2048
@@ -67,8 +76,8 @@ class ChatGenerator:
         self.stop_ids, self.stop_mark = next_turn(tokenizer)
         eos = model.generation_config.eos_token_id
         self.stop_ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
-        self._cache = DynamicCache()
-        self._cached: list[int] = []
+        copied = model.num_parameters() * model.dtype.itemsize <= _COPIED_BYTES
+        self.session = DecodeSession(build_decoder(model, rows=1, copy=copied))
 
     @classmethod
     def from_pretrained(
@@ -96,20 +105,14 @@ class ChatGenerator:
         resize_for(model, own_tokenizer)
         return cls(model.to(_device()), own_tokenizer, name)
 
-    def encode(self, messages: list[Message], answered: bool = False) -> list[int]:
+    def encode(self, messages: list[Message]) -> list[int]:
         """Render a conversation into ids, up to the mark after which the model answers.
-
-        Args:
-            messages: turns with role and content.
-            answered: the last turn is an answer; render it too, with its end.
 
         Raises:
             ValueError: the template refuses the conversation.
         """
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=not answered, tokenize=True, return_dict=False
-            )
+            return _encode_prompt(self.tokenizer, messages)
         except TemplateError as error:
             raise ValueError(
                 f"The dialogue template of {self.name} refuses this conversation: {error}"
@@ -160,11 +163,13 @@ class ChatGenerator:
             random.seed()
         else:
             random.manual_seed(seed)
-        usage = self.usage = Usage(len(ids), self._keep(ids))
+        # The last token of either sequence has no keys and values yet.
+        pairs = zip(self.session.tokens[:-1], ids[:-1], strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        usage = self.usage = Usage(len(ids), kept)
         text = AnswerText(self.tokenizer, self.stop_mark)
-        logits = self._forward(ids[usage.kept_tokens :])
-        while True:
-            token = self._choose(logits, sampling, random, ids)
+        self.session.feed(ids)
+        for token, _ in self.session.stream(sampling, random):
             usage.new_tokens += 1
             if token in self.stop_ids:
                 usage.finish = "stop"
@@ -173,54 +178,7 @@ class ChatGenerator:
             if text.ended:
                 usage.finish = "stop"
                 break
-            if usage.new_tokens == sampling.max_new_tokens:
-                break
-            ids.append(token)
-            logits = self._forward([token])
         yield text.rest()
-
-    def _choose(
-        self, logits: Tensor, sampling: Sampling, random: torch.Generator, ids: list[int]
-    ) -> int:
-        uniforms = None if sampling.greedy else draw_uniforms(1, logits.device, random)
-        history = None
-        if sampling.repetition_penalty != 1.0:
-            history = torch.tensor([ids], device=logits.device)
-        return int(choose_tokens(logits, sampling, uniforms, history)[0])
-
-    def _keep(self, ids: list[int]) -> int:
-        """Cut the cache to what it shares with a prompt, and return how many tokens that is."""
-        shared = 0
-        # The last token is always computed: its logits are needed.
-        for old, new in zip(self._cached, ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
-        if shared == 0:
-            self._forget()
-        else:
-            self._cache.crop(shared - len(self._cached))
-            del self._cached[shared:]
-        return shared
-
-    def _forget(self) -> None:
-        self._cache = DynamicCache()
-        self._cached = []
-
-    @torch.inference_mode()
-    def _forward(self, ids: list[int]) -> Tensor:
-        """Append tokens to the cache; logits after the last one, `(1, vocabulary)`."""
-        inputs = torch.tensor([ids], device=self.model.device)
-        try:
-            output = self.model(
-                input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
-        except BaseException:
-            # Broken off in the middle, some layers hold the tokens and some do not.
-            self._forget()
-            raise
-        self._cached += ids
-        return output.logits[:, -1]
 
 
 class AnswerText:
@@ -314,12 +272,9 @@ def next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[set[int], str]:
         if token.special and token.content in between
     }
     stop_ids = {tokenizer.eos_token_id, *special.values()}
-    edges = {tokenizer.eos_token, tokenizer.bos_token}
-    if set(special) - edges:
+    if special.keys() - {tokenizer.eos_token}:
         return stop_ids, ""
-    for token in edges - {None}:
-        between = between.replace(token, "")
-    return stop_ids, between.strip()
+    return stop_ids, between.replace(tokenizer.eos_token, "").strip()
 
 
 class ChatJudge:
@@ -346,8 +301,8 @@ class ChatJudge:
     @torch.inference_mode()
     def score(self, messages: list[Message]) -> float:
         """Return the reward of a conversation that ends with an answer."""
-        ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        inputs = torch.tensor([ids], device=self.model.model.device)
+        prompt, answer = _encode_answered(self.tokenizer, messages)
+        inputs = torch.tensor([prompt + answer], device=self.model.model.device)
         return float(self.model.scores(inputs, torch.ones_like(inputs)))
 
 
@@ -366,21 +321,37 @@ def divergence(first: ChatGenerator, second: ChatGenerator, messages: list[Messa
     Raises:
         ValueError: the vocabularies differ.
     """
-    begin = first.count(messages[:-1])
-    ids = first.encode(messages, answered=True)
-    if ids != second.encode(messages, answered=True):
+    prompt, answer = _encode_answered(first.tokenizer, messages)
+    if (prompt, answer) != _encode_answered(second.tokenizer, messages):
         raise ValueError(
             f"{first.name} and {second.name} do not share tokenizer and template, so their "
             "tokens cannot be compared."
         )
     logs = []
     for generator in (first, second):
-        inputs = torch.tensor([ids], device=generator.model.device)
-        logits = generator.model(input_ids=inputs, use_cache=False).logits[0, begin - 1 : -1]
+        inputs = torch.tensor([prompt + answer], device=generator.model.device)
+        logits = generator.model(input_ids=inputs, use_cache=False).logits[0]
+        logits = logits[len(prompt) - 1 : -1]
         logs.append(logits.float().log_softmax(dim=-1).cpu())
     vocabulary = min(len(logs[0][0]), len(logs[1][0]))
     left, right = (log[:, :vocabulary] for log in logs)
     return float((left.exp() * (left - right)).sum(dim=-1).mean())
+
+
+def _encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
+def _encode_answered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+) -> tuple[list[int], list[int]]:
+    """Ids of a conversation up to its last answer, and of that answer with EOS, as in training."""
+    own = str(tokenizer.chat_template).endswith(HUMAN_ASSISTANT_CHAT_TEMPLATE)
+    template: Template = "human_assistant" if own else "chat_template"
+    answer = encode_answer(messages[-1]["content"], tokenizer, template)
+    return _encode_prompt(tokenizer, messages[:-1]), answer
 
 
 def _device() -> torch.device:

@@ -12,22 +12,36 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from engine.algorithms.masks import answer_lengths, length_mask
-from engine.generation.sampling import Generation, Sampling, choose_tokens, draw_uniforms
+from engine.generation.sampling import (
+    Generation,
+    Sampling,
+    choose_tokens,
+    draw_uniforms,
+    without_padding,
+)
 
 
 class _Choice(LogitsProcessor):
     """Leaves transformers one token to choose and keeps its log-probability."""
 
-    def __init__(self, sampling: Sampling, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, sampling: Sampling, generator: torch.Generator | None, attention_mask: Tensor
+    ) -> None:
         self.sampling = sampling
         self.generator = generator
+        self.attention_mask = attention_mask
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniforms = None
         if not self.sampling.greedy:
             uniforms = draw_uniforms(len(scores), scores.device, self.generator)
-        tokens, log_probs = choose_tokens(scores, self.sampling, uniforms, input_ids)
+        history = None
+        if self.sampling.repetition_penalty != 1.0:
+            width = self.attention_mask.shape[1]
+            prompts = without_padding(input_ids[:, :width], self.attention_mask)
+            history = torch.cat((prompts, input_ids[:, width:]), dim=1)
+        tokens, log_probs = choose_tokens(scores, self.sampling, uniforms, history)
         self.log_probs.append(log_probs)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(1), 0.0)
 
@@ -92,7 +106,7 @@ def generate(
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         synced = several and is_sharded(model)
     inner = causal_lm(model)
-    choice = _Choice(sampling, generator)
+    choice = _Choice(sampling, generator, attention_mask)
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=False,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_BLOCK = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -60,6 +62,12 @@ def draw_uniforms(batch: int, device: torch.device, generator: torch.Generator |
     return torch.rand(batch, dtype=torch.float64, device=source, generator=generator).to(device)
 
 
+def without_padding(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Left-padded prompts with their last token in place of padding: no token is penalised for
+    having served as padding. Both `(batch, prompt)`."""
+    return torch.where(attention_mask.bool(), input_ids, input_ids[:, -1:])
+
+
 def choose_tokens(
     logits: Tensor,
     sampling: Sampling,
@@ -80,27 +88,46 @@ def choose_tokens(
     Returns:
         ids `(batch,)` and their fp32 log-probabilities as in `Generation.log_probs`.
     """
-    logits = logits.float() / sampling.temperature
-    top = logits.amax(dim=-1, keepdim=True)
-    weights = (logits - top).exp_()
-    scores = logits
+    scaled = logits.float()
+    if sampling.temperature != 1.0:
+        scaled = scaled / sampling.temperature
+    top = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - top).exp_()
+    total = weights.sum(dim=-1)
+    scores = scaled
     if sampling.repetition_penalty != 1.0 and history is not None:
-        scores = _penalise(logits, history, sampling.repetition_penalty)
+        scores = _penalise(scaled, history, sampling.repetition_penalty)
     if sampling.greedy or uniforms is None:
         tokens = scores.argmax(dim=-1)
-        total = weights.sum(dim=-1)
     else:
-        total = None
-        if scores is not logits or sampling.top_k or sampling.top_p < 1.0:
-            total = weights.sum(dim=-1)
+        if scores is not scaled or sampling.top_k or sampling.top_p < 1.0:
             weights = _keep_top(scores.softmax(dim=-1), sampling)
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        mass = cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(1) * mass, right=True)
-        tokens = tokens.squeeze(1).clamp_(max=logits.shape[-1] - 1)
-        total = mass.squeeze(1).float() if total is None else total
-    chosen = logits.gather(1, tokens.unsqueeze(1)) - top
-    return tokens, chosen.squeeze(1) - total.log()
+        tokens = _invert_cumulative(weights, uniforms)
+    chosen = (scaled.gather(1, tokens.unsqueeze(1)) - top).squeeze(1)
+    return tokens, chosen - total.log()
+
+
+def _invert_cumulative(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Find where the cumulative weights of a row first exceed its uniform share of their sum.
+
+    Blocks are searched first and then the tokens of one block: a cumulative sum in fp64 over a
+    whole vocabulary takes longer on a CPU than all else about a token's choice.
+    """
+    rows, vocabulary = weights.shape
+    blocks = -(-vocabulary // _BLOCK)
+    if blocks * _BLOCK != vocabulary:
+        weights = torch.nn.functional.pad(weights, (0, blocks * _BLOCK - vocabulary))
+    weights = weights.view(rows, blocks, _BLOCK)
+    block_ends = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    target = uniforms.unsqueeze(1) * block_ends[:, -1:]
+    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=blocks - 1)
+    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = weights.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
+    ends = inside.cumsum(dim=-1, dtype=torch.float64)
+    # The block's fp32 sum and its fp64 ends round differently: scaled, the target stays inside.
+    share = (target - before) / (block_ends.gather(1, block) - before)
+    offset = torch.searchsorted(ends, share * ends[:, -1:], right=True)
+    return (block * _BLOCK + offset.clamp_(max=_BLOCK - 1)).squeeze(1)
 
 
 def _penalise(scores: Tensor, history: Tensor, penalty: float) -> Tensor:
@@ -115,9 +142,13 @@ def _keep_top(probabilities: Tensor, sampling: Sampling) -> Tensor:
         smallest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
         probabilities = probabilities.masked_fill(probabilities < smallest, 0.0)
     if sampling.top_p < 1.0:
-        ordered, index = probabilities.sort(dim=-1, descending=True)
+        # Tokens below this bound hold less than 1 - top_p together: no need to sort them.
+        bound = (1 - sampling.top_p) * probabilities.sum(dim=-1, keepdim=True)
+        likely = probabilities >= bound / probabilities.shape[-1]
+        ordered, index = probabilities.topk(int(likely.sum(dim=-1).max()), dim=-1)
         mass_before = ordered.cumsum(dim=-1) - ordered
-        beyond = mass_before >= sampling.top_p * ordered.sum(dim=-1, keepdim=True)
+        beyond = mass_before >= sampling.top_p * probabilities.sum(dim=-1, keepdim=True)
         beyond[:, 0] = False
-        probabilities = probabilities.masked_fill(beyond.scatter(1, index, beyond), 0.0)
+        ordered = ordered.masked_fill(beyond, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter_(1, index, ordered)
     return probabilities

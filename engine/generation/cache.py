@@ -1,0 +1,125 @@
+"""Keys and values of the tokens so far, in memory that is allocated once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class KeyValueCache:
+    """Keys and values of every layer, `(rows, heads, capacity, head size)` each.
+
+    Buffers are allocated by the first token of a layer and kept over batches that fit. `length`
+    counts the positions filled in all layers; a step writes behind it and then calls `advance`.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._rows = 0
+        self._capacity = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Forget everything and make room for `rows` sequences of `capacity` tokens."""
+        self.length = 0
+        self._rows = rows
+        if self._keys and (self._keys[0].shape[0] < rows or self._capacity < capacity):
+            self.release()
+        self._capacity = max(self._capacity, capacity)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.length = 0
+        self._capacity = 0
+        self._keys.clear()
+        self._values.clear()
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values `(rows, heads, new, head size)` behind the old.
+
+        Returns:
+            views of all keys and values up to the new ones, `(rows, heads, length + new, ...)`.
+        """
+        end = self.length + keys.shape[2]
+        if end > self._capacity:
+            self._grow(end)
+        while layer >= len(self._keys):
+            self._keys.append(self._allocate(keys))
+            self._values.append(self._allocate(values))
+        views = []
+        for buffers, new in ((self._keys, keys), (self._values, values)):
+            if buffers[layer].dtype != new.dtype or buffers[layer].device != new.device:
+                buffers[layer] = self._allocate(new)
+            rows = buffers[layer][: self._rows]
+            rows[:, :, self.length : end] = new
+            views.append(rows[:, :, :end])
+        return views[0], views[1]
+
+    def advance(self, new: int) -> None:
+        """Count `new` positions that all layers have written."""
+        self.length += new
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        self.length = min(self.length, length)
+
+    def keep_rows(self, keep: list[int]) -> list[int]:
+        """Drop all rows but `keep`, an ascending list; the last rows move into the gaps.
+
+        Returns:
+            for each row now, the row that it was before.
+        """
+        order = keep[:]
+        kept = set(keep)
+        gaps = [row for row in range(len(keep)) if row not in kept]
+        movers = [row for row in keep if row >= len(keep)]
+        if gaps:
+            for buffers in (self._keys, self._values):
+                for buffer in buffers:
+                    buffer[gaps, :, : self.length] = buffer[movers, :, : self.length]
+        moved = dict(zip(gaps, movers, strict=True))
+        order = [moved.get(row, row) for row in range(len(keep))]
+        self._rows = len(keep)
+        return order
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return like.new_empty(self._rows, like.shape[1], self._capacity, like.shape[3])
+
+    def _grow(self, needed: int) -> None:
+        self._capacity = max(needed, 2 * self._capacity)
+        for buffers in (self._keys, self._values):
+            for layer, old in enumerate(buffers):
+                buffers[layer] = old.new_empty(*old.shape[:2], self._capacity, old.shape[3])
+                buffers[layer][:, :, : self.length] = old[:, :, : self.length]
+
+
+class _LayerView(CacheLayerMixin):
+    """One layer of a `KeyValueCache` as transformers' models see it."""
+
+    def __init__(self, store: KeyValueCache, layer: int) -> None:
+        super().__init__()
+        self._store = store
+        self._layer = layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store allocates."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return self._store.update(self._layer, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._store.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._store.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def transformers_view(store: KeyValueCache, layers: int) -> Cache:
+    """Present a store to a model of transformers with `layers` layers."""
+    return Cache(layers=[_LayerView(store, layer) for layer in range(layers)])

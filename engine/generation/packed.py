@@ -1,0 +1,416 @@
+"""Decoders laid out for generation: weights read once from a transformers model, projections
+fused, one short forward for a token.
+
+Written for OPT and for the Llama shape (Llama, Mistral, Qwen2, Qwen3). The model itself stays as
+it is: ZeRO-3 shards are gathered a layer at a time while reading, LoRA is added out of place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.generation.cache import KeyValueCache
+
+Projection = Callable[[Tensor], Tensor]
+
+# oneDNN reorders weights for an expected number of rows; this many serve 1 to 512 alike.
+_EXPECTED_ROWS = 8
+
+
+class UnsupportedModel(ValueError):
+    """The model has a part that the packed decoders do not know."""
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold the whole parameters of a module that ZeRO-3 has sharded; a collective there."""
+    parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if not parameters:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        yield
+
+
+def merged_weight(module: Any) -> Tensor:
+    """The weight of a layer with its active LoRA adapters added, as a new tensor; else its own.
+
+    Raises:
+        UnsupportedModel: adapters of another kind than plain LoRA.
+    """
+    if not hasattr(module, "base_layer"):
+        return module.weight.detach()
+    if not hasattr(module, "lora_A") or getattr(module, "lora_variant", None):
+        raise UnsupportedModel(f"{type(module).__name__} is an adapter other than plain LoRA")
+    weight = module.base_layer.weight.detach()
+    if module.disable_adapters or module.merged:
+        return weight
+    adapters = [a for a in module.active_adapters if a in module.scaling]
+    if any(module.lora_bias.get(adapter, False) for adapter in adapters):
+        raise UnsupportedModel("LoRA with a bias")
+    deltas = [module.get_delta_weight(adapter).float() for adapter in adapters]
+    return (weight.float() + sum(deltas)).to(weight.dtype) if deltas else weight
+
+
+def _bias(module: Any) -> Tensor | None:
+    bias = getattr(module, "base_layer", module).bias
+    return None if bias is None else bias.detach()
+
+
+def _native_on_cpu(dtype: torch.dtype) -> bool:
+    """Tell whether this CPU multiplies matrices of a 16-bit dtype without detours."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+class Packer:
+    """Turns layers into projections.
+
+    Args:
+        dtype: the dtype of the weights.
+        device: where they lie.
+        rows: sequences that are decoded at once, on average.
+        copy: False refers to the model's own tensors where possible and costs no memory; True
+            makes a fused copy in the layout that is fastest for `rows`.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, rows: int, copy: bool) -> None:
+        self.rows = rows
+        self.copy = copy
+        self.reordered = copy and device.type == "cpu" and torch.backends.mkldnn.is_available()
+        # Without 16-bit matrix units a CPU is several times faster in fp32, but for a single row.
+        widen = self.reordered and dtype != torch.float32 and not _native_on_cpu(dtype) and rows > 1
+        self.dtype = torch.float32 if widen else dtype
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """A tensor that outlives the gathering, in the decoder's dtype."""
+        return tensor.detach().to(self.dtype, copy=self.copy)
+
+    def linear(self, *modules: Any) -> Projection:
+        """One projection for several linear layers with the same input, outputs side by side."""
+        weights = [merged_weight(module) for module in modules]
+        biases = [_bias(module) for module in modules]
+        return self.project(weights, biases)
+
+    def project(self, weights: list[Tensor], biases: list[Tensor | None]) -> Projection:
+        """As `linear`, from weights `(out, in)`."""
+        if not self.copy:
+            pairs = list(zip(weights, biases, strict=True))
+            if len(pairs) == 1:
+                return lambda x: F.linear(x, *pairs[0])
+            return lambda x: torch.cat([F.linear(x, w, b) for w, b in pairs], dim=-1)
+        weight = torch.cat([w.to(self.dtype) for w in weights])
+        bias = None
+        if any(b is not None for b in biases):
+            bias = torch.cat(
+                [
+                    weight.new_zeros(len(w)) if b is None else b.to(self.dtype)
+                    for w, b in zip(weights, biases, strict=True)
+                ]
+            )
+        if not self.reordered or (self.rows == 1 and self.dtype != torch.float32):
+            return lambda x: F.linear(x, weight, bias)
+        if self.rows == 1:
+            # One row: a vector times a matrix streams a transposed copy at memory speed.
+            transposed = weight.t().contiguous()
+            if bias is None:
+                return lambda x: x @ transposed
+            return lambda x: (x @ transposed).add_(bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        return lambda x: pointwise(x, packed, bias, "none", [], "")
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention of new tokens over all tokens so far, key/value heads shared by query heads.
+
+    Args:
+        query: `(rows, heads, new, head size)`.
+        keys: `(rows, key heads, length, head size)`.
+        values: like `keys`.
+        mask: added to the scores, `(rows or 1, 1, new, length)`; None is causal without padding.
+        scale: factor on the scores.
+
+    Returns:
+        `(rows, new, heads * head size)`.
+    """
+    rows, heads, new, size = query.shape
+    groups = heads // keys.shape[1]
+    if new == 1:
+        # Query heads that share keys stand as queries of one head: no copy of the keys.
+        out = F.scaled_dot_product_attention(
+            query.reshape(rows, keys.shape[1], groups, size), keys, values, mask, scale=scale
+        )
+        return out.reshape(rows, 1, heads * size)
+    if groups > 1:
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+    out = F.scaled_dot_product_attention(
+        query, keys, values, mask, is_causal=mask is None, scale=scale
+    )
+    return out.transpose(1, 2).reshape(rows, new, heads * size)
+
+
+def additive_mask(
+    attention_mask: Tensor | None, new: int, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The mask that `attend` needs for `new` tokens at the end of `length`.
+
+    A token may always look at itself, so that padding too has finite scores.
+
+    Args:
+        attention_mask: 1 on tokens, 0 on padding, `(rows, length)`; None without padding.
+    """
+    if attention_mask is None and (new == 1 or new == length):
+        return None
+    if new == 1:
+        allowed = attention_mask.bool()[:, None, None, :]
+    else:
+        position = torch.arange(length, device=device)
+        query = position[length - new :, None]
+        allowed = (position <= query)[None, None]
+        if attention_mask is not None:
+            allowed = allowed & attention_mask.bool()[:, None, None, :] | (position == query)
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(
+        ~allowed, torch.finfo(dtype).min
+    )
+
+
+class _Layer:
+    """What the layers of both families share: cached attention over a fused projection."""
+
+    def __init__(self, heads: int, key_heads: int, head_size: int, scale: float) -> None:
+        self.heads, self.key_heads, self.head_size, self.scale = heads, key_heads, head_size, scale
+        self.qkv: Projection
+        self.out: Projection
+
+    def attention(
+        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
+    ) -> Tensor:
+        rows, new, _ = x.shape
+        qkv = self.qkv(x).view(rows, new, self.heads + 2 * self.key_heads, self.head_size)
+        query_key, value = qkv.split((self.heads + self.key_heads, self.key_heads), dim=2)
+        query_key = self.position(query_key, rotary).transpose(1, 2)
+        query, key = query_key.split((self.heads, self.key_heads), dim=1)
+        keys, values = cache.update(index, key, value.transpose(1, 2))
+        return self.out(attend(query, keys, values, mask, self.scale))
+
+    def position(self, query_key: Tensor, rotary: Any) -> Tensor:
+        """Put the position into queries and keys `(rows, new, heads, head size)`."""
+        return query_key
+
+
+class _OptLayer(_Layer):
+    def __init__(self, layer: Any, packer: Packer) -> None:
+        attention = layer.self_attn
+        super().__init__(
+            attention.num_heads, attention.num_heads, attention.head_dim, attention.scaling
+        )
+        self.qkv = packer.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = packer.linear(attention.out_proj)
+        self.up, self.down = packer.linear(layer.fc1), packer.linear(layer.fc2)
+        self.activation = layer.activation_fn
+        self.norm_first = layer.do_layer_norm_before
+        self.attention_norm = _layer_norm(layer.self_attn_layer_norm, packer)
+        self.norm = _layer_norm(layer.final_layer_norm, packer)
+
+    def __call__(
+        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
+    ) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x), index, cache, mask, rotary)
+            return x + self.down(self.activation(self.up(self.norm(x))))
+        x = self.attention_norm(x + self.attention(x, index, cache, mask, rotary))
+        return self.norm(x + self.down(self.activation(self.up(x))))
+
+
+class _LlamaLayer(_Layer):
+    def __init__(self, layer: Any, packer: Packer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        heads = attention.config.num_attention_heads
+        super().__init__(
+            heads,
+            heads // attention.num_key_value_groups,
+            attention.head_dim,
+            attention.scaling,
+        )
+        self.qkv = packer.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = packer.linear(attention.o_proj)
+        self.gate_up = packer.linear(mlp.gate_proj, mlp.up_proj)
+        self.down = packer.linear(mlp.down_proj)
+        self.activation = mlp.act_fn
+        self.attention_norm = _rms_norm(layer.input_layernorm, packer)
+        self.norm = _rms_norm(layer.post_attention_layernorm, packer)
+        self.head_norms: tuple[Projection, Projection] | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = (
+                _rms_norm(attention.q_norm, packer),
+                _rms_norm(attention.k_norm, packer),
+            )
+
+    def position(self, query_key: Tensor, rotary: Any) -> Tensor:
+        if self.head_norms is not None:
+            query, key = query_key.split((self.heads, self.key_heads), dim=2)
+            query_key = torch.cat((self.head_norms[0](query), self.head_norms[1](key)), dim=2)
+        cosine, signed_sine = rotary
+        rolled = query_key.roll(self.head_size // 2, dims=-1)
+        return torch.addcmul(query_key * cosine, rolled, signed_sine)
+
+    def __call__(
+        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), index, cache, mask, rotary)
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up)
+
+
+def _layer_norm(module: Any, packer: Packer) -> Projection:
+    weight, bias = (None if p is None else packer.tensor(p) for p in (module.weight, module.bias))
+    shape, epsilon = module.normalized_shape, module.eps
+    return lambda x: F.layer_norm(x, shape, weight, bias, epsilon)
+
+
+def _rms_norm(module: Any, packer: Packer) -> Projection:
+    weight, epsilon = packer.tensor(module.weight), module.variance_epsilon
+    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+class PackedDecoder:
+    """A forward for generation over weights in a layout of its own.
+
+    Args:
+        model: an OPT or Llama-shaped causal language model of transformers; `unsupported_reason`
+            tells which. Its weights may be sharded by ZeRO-3 (all ranks must then build at once)
+            and carry LoRA adapters. Later changes of the model do not show if `copy` is set.
+        rows: sequences that are decoded at once, on average.
+        copy: see `Packer`; needed for sharded weights.
+
+    Raises:
+        UnsupportedModel: see `unsupported_reason`.
+    """
+
+    def __init__(self, model: Any, rows: int, copy: bool = True) -> None:
+        reason = unsupported_reason(model)
+        if reason is not None:
+            raise UnsupportedModel(reason)
+        first = next(model.parameters())
+        packer = Packer(first.dtype, first.device, rows, copy)
+        self.dtype = packer.dtype
+        self.device = first.device
+        with torch.no_grad():
+            if model.config.model_type == "opt":
+                self._read_opt(model.model.decoder, packer)
+            else:
+                self._read_llama(model.model, packer)
+            self._read_embeddings(model, packer)
+
+    def _read_opt(self, decoder: Any, packer: Packer) -> None:
+        self.layers: list[Any] = []
+        for layer in decoder.layers:
+            with gathered(layer):
+                self.layers.append(_OptLayer(layer, packer))
+        self.project_in, self.project_out = (
+            self._optional(module, packer.linear)
+            for module in (decoder.project_in, decoder.project_out)
+        )
+        self.norm = self._optional(decoder.final_layer_norm, lambda m: _layer_norm(m, packer))
+        with gathered(decoder.embed_positions):
+            self.positions = packer.tensor(merged_weight(decoder.embed_positions))
+        self.position_offset = decoder.embed_positions.offset
+        self.rotary: Any = None
+
+    def _read_llama(self, decoder: Any, packer: Packer) -> None:
+        self.layers = []
+        for layer in decoder.layers:
+            with gathered(layer):
+                self.layers.append(_LlamaLayer(layer, packer))
+        self.project_in = self.project_out = None
+        self.norm = self._optional(decoder.norm, lambda m: _rms_norm(m, packer))
+        self.positions = None
+        # The method and not the module: a call would run into ZeRO-3's hooks.
+        self.rotary = decoder.rotary_emb.forward
+        self.rotary_rows: tuple[Tensor, Tensor] | None = None
+
+    def _read_embeddings(self, model: Any, packer: Packer) -> None:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        with gathered(embedding), gathered(head):
+            self.embedding = packer.tensor(merged_weight(embedding))
+            self.head = packer.linear(head)
+
+    @staticmethod
+    def _optional(module: Any, read: Callable[[Any], Projection]) -> Projection | None:
+        if module is None:
+            return None
+        with gathered(module):
+            return read(module)
+
+    def _rotary(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of positions `(rows, new)` below `end`."""
+        if self.rotary_rows is None or len(self.rotary_rows[0]) < end:
+            known = torch.arange(max(256, 2 * end), device=self.device).unsqueeze(0)
+            cosine, sine = self.rotary(torch.empty(0, dtype=self.dtype, device=self.device), known)
+            half = sine.shape[-1] // 2
+            signed = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
+            self.rotary_rows = (cosine[0], signed[0])
+        cosine, signed = self.rotary_rows
+        return cosine[positions].unsqueeze(2), signed[positions].unsqueeze(2)
+
+    def step(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None,
+        cache: KeyValueCache,
+    ) -> Tensor:
+        """See `engine.generation.decode.Decoder`."""
+        new = input_ids.shape[1]
+        length = cache.length + new
+        x = F.embedding(input_ids, self.embedding)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        rotary = None
+        if self.positions is not None:
+            x = x + F.embedding(positions + self.position_offset, self.positions)
+        else:
+            rotary = self._rotary(positions, length)
+        mask = additive_mask(attention_mask, new, length, self.dtype, self.device)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, cache, mask, rotary)
+        cache.advance(new)
+        x = x[:, -1]
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.project_out is not None:
+            x = self.project_out(x)
+        return self.head(x)
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Tell why a causal language model has no packed decoder; None if it has one."""
+    config = model.config
+    if type(model).__name__ == "OPTForCausalLM":
+        return None
+    if type(model).__name__ not in (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ):
+        return f"{type(model).__name__} is neither OPT nor of the Llama shape"
+    rope = model.model.rotary_emb.rope_type
+    if "dynamic" in rope or rope == "longrope":
+        return f"rope type {rope} depends on the length"
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windows or (config.model_type == "mistral" and config.sliding_window is not None):
+        return "sliding-window attention"
+    return None
