@@ -18,17 +18,12 @@ from engine.data.phases import IGNORED
 
 def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
     """Tokens of each row, int64 `(rows,)`: of the longest of the named columns."""
-    table = dataset.with_format("arrow")
-    lengths = [
-        np.concatenate(
-            [
-                pyarrow.compute.list_value_length(part[column]).to_numpy()
-                for part in table.iter(4096)
-            ]
-        )
-        for column in columns
-    ]
-    return np.maximum.reduce(lengths).astype(np.int64)
+    table = dataset.with_format("arrow")[:]
+    lengths = np.zeros(len(dataset), dtype=np.int64)
+    for column in columns:
+        counts = pyarrow.compute.list_value_length(table.column(column))
+        lengths = np.maximum(lengths, counts.to_numpy())
+    return lengths
 
 
 class GlobalBatches:

@@ -102,9 +102,12 @@ def load_source(
         content = [source.path, source.subset, *(s._fingerprint for s in splits.values())]
 
     key = fingerprint(code_fingerprint(), content, source.columns)
-    folder = build_once(
-        cache_root(cache_dir) / f"rows-{key}", lambda target: _write(target, parts, schema, source)
-    )
+
+    def build(folder: Path) -> None:
+        note(f"reading {source.path}")
+        _write(folder, parts, schema, source)
+
+    folder = build_once(cache_root(cache_dir) / f"rows-{key}", build)
     has_eval = (folder / "eval.arrow").exists()
     return SourceRows(
         train=open_rows(folder / "train.arrow"),
