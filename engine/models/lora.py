@@ -132,16 +132,16 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     adapted = {f"{name}.base_layer.weight": module for name, module in _named_lora_layers(model)}
     keep = not dist.is_initialized() or dist.get_rank() == 0
     merged: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
+    # Tied weights are gathered once, by every rank alike, and stay one tensor.
+    seen: dict[int, Tensor | None] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if _is_adapter(name):
             continue
         if id(tensor) not in seen:
-            value = _plain_value(tensor, adapted.get(name), keep)
-            if value is None:
-                continue
-            seen[id(tensor)] = value
-        merged[name.replace(".base_layer.", ".")] = seen[id(tensor)]
+            seen[id(tensor)] = _plain_value(tensor, adapted.get(name), keep)
+        value = seen[id(tensor)]
+        if value is not None:
+            merged[name.replace(".base_layer.", ".")] = value
     return merged
 
 
