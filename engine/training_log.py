@@ -6,19 +6,70 @@ Written, with the wording of DeepSpeed-Chat so that its users' scripts keep work
 `dpo_scores`, `PPOStep`, `skipped_both`, `prompts_printed`, `answers_printed`; and with words of our
 own: `metrics`, `phase`, `note`, `warning`, `step_finished`. Each gives a line (`PPOStep.lines()`
 several), and `write_line` puts a line into the log, whole.
+
+Read: `LogReader` takes the lines of any DeepSpeed-Chat log, of any year, as they come, and gives
+records; `read_document` and `read_run` read a whole log and the folder of a run; `to_json` prints
+what they give.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
 
-# a number as Python prints it, or one of the words that stand where a number is missing
-_NUMBER = r"([-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)|NA)"
-_COUNT = r"([0-9]{1,15})"
+from engine.failure_causes import CauseFinder
+
+
+def _number(name: str) -> str:
+    # loose, for speed: what is no number fails when it is converted
+    return rf"(?P<{name}>[-+.0-9aefinNA]+)"
+
+
+def _last_number(name: str) -> str:
+    # strict at the end of a line, where a torn line may leave half a number
+    return rf"(?P<{name}>[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)|NA)"
+
+
+def _count(name: str) -> str:
+    return rf"(?P<{name}>[0-9]+)"
+
+
+class _Form:
+    """A form of line: one pattern, whose groups are the numbers by name."""
+
+    def __init__(self, pattern: str) -> None:
+        compiled = re.compile(pattern)
+        self._match = compiled.fullmatch
+        whole = set(re.findall(r"\(\?P<(\w+)>\[0-9\]\+\)", pattern))
+        self._fields = [(name, int if name in whole else float) for name in compiled.groupindex]
+
+    def read(self, line: str, record: dict[str, Any]) -> bool:
+        """Add the line's numbers to `record`; False, and nothing added, for any other line.
+
+        Raises:
+            ValueError: the line has the form, but something else stands where a number should.
+        """
+        match = self._match(line)
+        if match is None:
+            return False
+        texts = match.groups()
+        try:
+            for (name, convert), text in zip(self._fields, texts):  # noqa: B905 (speed)
+                record[name] = convert(text)
+        except (TypeError, ValueError):
+            for (name, convert), text in zip(self._fields, texts, strict=True):
+                record[name] = None if text is None or text == "NA" else convert(text)
+        return True
+
+
 _SEPARATOR = "-" * 85
 
 
@@ -44,16 +95,29 @@ def _number_text(value: float | None) -> str:
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
+def _short(value: float | None) -> str:
+    return _number_text(value) if value is None or isinstance(value, int) else f"{value:.6g}"
+
+
 def running_training(total_iters: int | None = None) -> str:
     """Header of the training loop; PPO tells its number of optimizer steps."""
     told = "" if total_iters is None else f" (total_iters={total_iters})"
     return f"***** Running training{told} *****"
 
 
+_RUNNING = re.compile(r"\*{5} Running training(?P<ppo> \(total_iters=[0-9]+\))? \*{5}")
+
+
 def beginning_of_epoch(epoch: int, epochs: int, batches: int, generation: bool = False) -> str:
     """Start of an epoch, counted from 1, with its micro batches (PPO: generation batches)."""
     kind = "Generation" if generation else "Micro"
     return f"Beginning of Epoch {epoch}/{epochs}, Total {kind} Batches {batches}"
+
+
+_BEGINNING = re.compile(
+    rf"Beginning of Epoch {_count('epoch')}/{_count('epochs')}, "
+    rf"Total (?:Micro|(?P<generation>Generation)) Batches (?P<batches>[0-9]+)"
+)
 
 
 def saving_model() -> str:
@@ -77,6 +141,12 @@ def optimizer_step(
     )
 
 
+_OPTIMIZER = re.compile(
+    r"step=([0-9]{1,15}), skipped=([0-9]{1,15}), lr=\[([^\]]*)\], mom=(?:\[[^\]]*\]|None)"
+)
+_LEARNING_RATE = re.compile(r"(?<![\w.])[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)")
+
+
 def evaluating(what: str, epoch: int, epochs: int) -> str:
     """Header of an evaluation: of `perplexity` (SFT), `reward` or, in DPO, `rewards`.
 
@@ -85,14 +155,29 @@ def evaluating(what: str, epoch: int, epochs: int) -> str:
     return f"***** Evaluating {what}, Epoch {epoch}/{epochs} *****"
 
 
+_EVALUATING = re.compile(
+    rf"\*{{5}} Evaluating (?P<what>perplexity|rewards?), "
+    rf"Epoch {_count('epoch')}/{_count('epochs')} \*{{5}}"
+)
+
+
 def perplexity(perplexity: float, loss: float) -> str:
     """Result of an SFT evaluation, after its header."""
     return f"ppl: {_number_text(perplexity)}, loss: {_number_text(loss)}"
 
 
+_PERPLEXITY = _Form(rf"ppl: {_last_number('ppl')}(?:, loss: {_last_number('loss')})?")
+
+
 def step_loss(epoch: int, step: int, rank: int, loss: float) -> str:
     """One rank's loss in one SFT step; epoch and step count from 0."""
     return f"Epoch: {epoch}, Step: {step}, Rank: {rank}, loss = {_number_text(loss)}"
+
+
+_STEP_LOSS = _Form(
+    rf"Epoch: {_count('epoch')}, Step: {_count('step')}, Rank: {_count('rank')}, "
+    rf"loss = {_last_number('loss')}"
+)
 
 
 def throughput(
@@ -112,6 +197,13 @@ def throughput(
     )
 
 
+_THROUGHPUT = re.compile(
+    r"Model Parameters: [0-9NA.]+(?: B)?, Latency: ([0-9.a-z]+)s, TFLOPs: ([0-9.a-z]+), "
+    r"Samples/sec: ([0-9.a-z]+), Time/seq [^,]+s, "
+    r"Batch Size: ([0-9]{1,9}), Sequence Length: ([0-9]{1,9})"
+)
+
+
 def reward_scores(chosen: float, rejected: float, accuracy: float) -> str:
     """Result of a reward evaluation, after its header."""
     return (
@@ -119,6 +211,13 @@ def reward_scores(chosen: float, rejected: float, accuracy: float) -> str:
         f"rejected_last_scores (lower is better) : {_number_text(rejected)}, "
         f"acc (higher is better) : {_number_text(accuracy)}"
     )
+
+
+_REWARD_SCORES = _Form(
+    rf"chosen_last_scores \(higher is better\) : {_number('chosen')}, "
+    rf"(?:reject(?:ed)?_last_scores \((?:lower|higher) is better\) : {_number('rejected')}, )?"
+    rf"acc \(higher is better\) : {_last_number('accuracy')}"
+)
 
 
 def reward_scores_at(step: int, chosen: float, rejected: float, accuracy: float) -> str:
@@ -129,9 +228,18 @@ def reward_scores_at(step: int, chosen: float, rejected: float, accuracy: float)
     )
 
 
+_REWARD_SCORES_AT = _Form(
+    rf"Iter {_count('step')}: c_scores: {_number('chosen')}, r_scores: {_number('rejected')}, "
+    rf"diff: [^,]+, acc: {_last_number('accuracy')}"
+)
+
+
 def epoch_loss(epoch: int, epochs: int, loss: float) -> str:
     """Mean training loss of an epoch, counted from 1."""
     return f"Epoch {epoch}/{epochs} with loss {_number_text(loss)}"
+
+
+_EPOCH_LOSS = _Form(rf"Epoch {_count('epoch')}/[0-9]+ with loss {_last_number('loss')}")
 
 
 def dpo_scores(chosen: float, rejected: float, loss: float) -> str:
@@ -140,6 +248,11 @@ def dpo_scores(chosen: float, rejected: float, loss: float) -> str:
         f"chosen: {_number_text(chosen)}, rejected: {_number_text(rejected)}, "
         f"loss: {_number_text(loss)}"
     )
+
+
+_DPO_SCORES = _Form(
+    rf"chosen: {_number('chosen')}, rejected: {_number('rejected')}, loss: {_last_number('loss')}"
+)
 
 
 @dataclass(frozen=True)
@@ -199,6 +312,50 @@ class PPOStep:
         ]
 
 
+_PPO_LOSSES = _Form(
+    rf"Epoch: {_count('epoch')} \| Step: {_count('step')} \| PPO Epoch: {_count('ppo_epoch')} \| "
+    rf"Actor Loss: {_number('actor_loss')} \| Critic Loss: {_number('critic_loss')} \| "
+    rf"Unsupervised Loss: {_last_number('unsupervised_loss')}"
+)
+_PPO_LOSSES_APRIL_2023 = _Form(
+    rf"epoch: {_count('epoch')}\|step: {_count('step')}\|ppo_ep: {_count('ppo_epoch')}\|"
+    rf"act_loss: {_number('actor_loss')}\|cri_loss: {_number('critic_loss')}\|"
+    rf"unsuper_loss: {_last_number('unsupervised_loss')}"
+)
+_END_TO_END = _Form(
+    rf"End-to-End => Latency: {_number('e2e_s')}s, TFLOPs: {_number('tflops')}, "
+    rf"Samples/sec: {_number('samples_per_s')}, Time/seq {_number('time_per_sequence_s')}s, "
+    rf"Batch Size: {_count('batch_size')}, Total Seq\. Length: {_count('sequence_length')}"
+)
+_GENERATION = _Form(
+    rf"Generation => Latency: {_number('generate_s')}s, "
+    rf"Per-token Latency {_number('per_token_ms')} ms, TFLOPs: {_number('generate_tflops')}, "
+    # in bf16 the original prints -1.00 for what it does not know
+    rf"BW: (?:-1\.00|{_number('bandwidth_gb_s')}) GB/sec, "
+    rf"Answer Seq\. Length: {_count('answer_length_limit')}"
+)
+_TRAINING = _Form(
+    rf"Training   => Latency: {_number('train_s')}s, TFLOPs: {_last_number('train_tflops')}"
+)
+_PARAMETERS = _Form(
+    rf"Actor Model Parameters => {_number('actor_parameters_b')}(?: B)?, "
+    rf"Critic Model Parameters => {_number('critic_parameters_b')}(?: B)?"
+)
+_REWARD = _Form(
+    rf"[Aa]verage reward score: {_last_number('reward')}"
+    rf"(?: \| EMA reward score: {_last_number('reward_ema')})?"
+)
+# DeepSpeed's hybrid engine prints it when it begins to generate again; we never do
+_HYBRID_TIMER = _Form(
+    rf"\|E2E latency={_number('e2e_s')}s \|Gather latency={_number('gather_s')}s \([^)]*\) "
+    rf"\|Generate time={_number('generate_s')}s \([^)]*\) "
+    rf"\|Training time={_number('train_s')}s \([^)]*\) "
+    rf"\|Others={_number('others_s')} \([^)]*\)"
+    rf"(?: ?\|CurSamplesPerSec={_number('samples_per_s')})?"
+    rf"(?: ?\|AvgSamplesPerSec={_last_number('average_samples_per_s')})?"
+)
+
+
 def skipped_both(actor: bool, critic: bool) -> str:
     """Notice that an overflow of either engine made both skip their step."""
     who = " and ".join(name for name, over in (("actor", actor), ("critic", critic)) if over)
@@ -216,14 +373,28 @@ def answers_printed(step: int, rank: int, answers: Sequence[str]) -> str:
 
 
 def metrics(step: int, values: Mapping[str, float | None]) -> str:
-    """Any quantities of a step, by their names in metrics.jsonl (lower case, underscores)."""
-    pairs = [f"step: {step}", *(f"{name}: {_number_text(x)}" for name, x in values.items())]
+    """Any quantities of a step, by their names in metrics.jsonl (lower case, underscores).
+
+    Six digits are enough for a log; metrics.jsonl has them all.
+
+    Raises:
+        ValueError: a name that would not be read back.
+    """
+    for name in values:
+        if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in ("kind", "step", "offset"):
+            raise ValueError(
+                f"metric {name!r}: a name is lower case with underscores, and not kind, step, offset"
+            )
+    pairs = [f"step: {step}", *(f"{name}: {_short(x)}" for name, x in values.items())]
     return f"Metrics => {', '.join(pairs)}"
 
 
 def phase(name: str, percent: int | None = None) -> str:
     """What the step is busy with before or between training, such as `tokenising`."""
     return f"Phase => {_one_line(name)}" + ("" if percent is None else f" {percent} %")
+
+
+_PHASE = re.compile(r"Phase => (.*?)(?: ([0-9]{1,3}) %)?")
 
 
 def note(text: str) -> str:
@@ -239,3 +410,652 @@ def warning(text: str) -> str:
 def step_finished(model: str) -> str:
     """The last line of a step, with the folder of its model."""
     return f"Step finished => model: {_one_line(model)}"
+
+
+# what a line of ours or theirs may begin with, to part the lines that ranks tore into one
+_HEADS = re.compile(
+    r"(?<!PPO )Epoch: [0-9]|Epoch [0-9]+/|epoch: [0-9]+\||Iter [0-9]+: c_|ppl: [-+0-9n]"
+    r"|End-to-End => |Generation => |Training   => |(?<!Actor )(?<!Critic )Model Parameters: "
+    r"|Actor Model Parameters => |[Aa]verage reward score: |-{85}|\|E2E latency=|\*{5} [ER]"
+    r"|Beginning of Epoch |chosen_last_scores |chosen: [-+0-9n]|\[20[0-9]{2}-|\[deepspeed\] "
+    r"|\[launch\.py:|(?:Metrics|Phase|Note|Warning|Step finished) => |Traceback \(most"
+)
+# one of these is in every head: much faster to look for than the pattern
+_HEAD_MARKS = (
+    "poch", "=> ", "Iter ", "ppl: ", "Parameters", "reward score", "-----", "|E2E ", "*****",
+    "chosen", "[20", "[deepspeed]", "[launch.py", "Traceback",
+)  # fmt: skip
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])?")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PROGRESS_BAR = re.compile(
+    r".{0,200}?[0-9]{1,3}%\|[^|]{0,400}\| *[0-9.]+[kMG]?/[0-9.]+[kMG]? \[[^\]]{0,100}\](?P<rest>.*)"
+)
+_RANK_PREFIX = re.compile(r"\[rank[0-9]{1,5}\]: ?(?P<rest>.*)")
+_BOX = re.compile(r"[│┃|] (?P<rest>.*?) *[│┃|]")
+_HOST_PREFIX = re.compile(r"([\w.-]{1,255}): (?P<rest>.*)")
+_STAMPS = re.compile(r"(?:\[[^\]]{0,100}\] ?){1,6}")
+_STEP_OF_COMMAND = re.compile(r"engine\.steps\.(sft|reward|ppo|rlhf|dpo)\b")
+_STEP_OF_WRAPPER = re.compile(r"---=== Running Step ([123]) ===---")
+_WRAPPER_STATUS = re.compile(
+    r"(?:RuntimeError: )?Step [0-9] exited with non-zero status (-?[0-9]{1,10})"
+)
+_RETURN_CODE = re.compile(r"exits with return code = (-?[0-9]{1,10})$")
+_SPAWNED = re.compile(r"process [0-9]+ spawned with command: ")
+_NODE = re.compile(r"nnodes=[0-9]+, num_local_procs=([0-9]{1,6}), node_rank=([0-9]+)")
+_WORLD_SIZE = re.compile(r"dist_world_size=([0-9]{1,6})")
+_DEVICES_OF_HOST = re.compile(r"'([\w.-]{1,255})': \[([0-9, ]*)\]")
+_EXIT = re.compile(r"Process [0-9]+ exits successfully\.")
+_KILLING = re.compile(r"Killing subprocess [0-9]+")
+_OVERFLOW = re.compile(
+    r"OVERFLOW! (?:Rank ([0-9]+) )?Skipping step\."
+    r"(?: Attempted loss scale: ([0-9.e+]+), reducing to ([0-9.e+]+)|[^\[]*)"
+)
+_OVERFLOW_ITERATION = re.compile(r"Grad overflow on iteration:? ([0-9]+)")
+_SCALE_CHANGE = re.compile(r"Reducing dynamic loss scale from ([0-9.e+]+) to ([0-9.e+]+)")
+_TIMER = _Form(
+    rf"epoch=[0-9]+/micro_step=[0-9]+/global_step={_count('step')}, "
+    rf"RunningAvgSamplesPerSec={_number('samples_per_s')}, CurrSamplesPerSec=[^,]+, "
+    rf"MemAllocated={_number('memory_gb')}GB, MaxMemAllocated={_number('peak_memory_gb')}GB"
+)
+_LONGEST_LINE = 64 * 1024
+_BLOCK = 1 << 20
+
+Record = dict[str, Any]
+_Records = Sequence[Record]
+_NOTHING: _Records = ()
+
+
+@dataclass
+class _Launch:
+    """What the launcher said of the processes of one launch."""
+
+    spawned: int = 0
+    world_size: int = 0
+    processes_of_node: dict[str, int] = field(default_factory=dict)
+    ranks_seen: int = 1
+    ended_well: int = 0
+    returncode: int | None = None
+    exit_line: str = ""
+    killed: bool = False
+    causes: CauseFinder = field(default_factory=CauseFinder)
+
+    def expected(self) -> int:
+        here = max(self.spawned, sum(self.processes_of_node.values()))
+        return here or self.world_size or self.ranks_seen
+
+    def exit(self, returncode: int, line: str) -> None:
+        if self.returncode is None:
+            self.returncode = returncode
+            self.exit_line = line
+
+
+class LogReader:
+    """Reads the lines of a log as they come, in constant memory, and never raises.
+
+    A `ppo` record is given once the line after its block has come; should the hybrid engine's times
+    come later still, they are added to the record that was given.
+    """
+
+    def __init__(self) -> None:
+        self.step: str | None = None
+        self.epochs: int | None = None
+        self.batches_per_epoch: int | None = None
+        self._step_is_certain = False
+        self._offset: int | None = None
+        self._epoch: int | None = None
+        self._awaited: tuple[str, int] | None = None
+        self._header_seen = False
+        self._throughput_lines = 0
+        self._records_given = 0
+        self._ppo_open: Record | None = None
+        self._ppo_closed: Record | None = None
+        self._ppo_untimed: Record | None = None
+        self._optimizer: Record | None = None
+        self._hosts: set[str] = set()
+        self._launch = _Launch()
+        self._overflow_events = 0
+        self._overflow_iterations = 0
+        self._overflow_iteration = ""
+        self._scale_change = ""
+        self._events = {"loss_scale_floor": 0, "skipped_both": 0, "dropped_answers": 0}
+        self._forms: dict[str, Callable[[str], _Records | None]] = {
+            "Epoch": self._read_epoch,
+            "epoch": partial(self._read_ppo_losses, _PPO_LOSSES_APRIL_2023),
+            "End-t": partial(self._read_ppo_part, _END_TO_END),
+            "Gener": partial(self._read_ppo_part, _GENERATION),
+            "Train": partial(self._read_ppo_part, _TRAINING),
+            "Actor": partial(self._read_ppo_part, _PARAMETERS),
+            "Avera": self._read_reward,
+            "avera": self._read_reward,
+            "|E2E ": self._read_hybrid_timer,
+            "-----": self._read_separator,
+            "Model": self._read_throughput,
+            "ppl: ": self._read_perplexity,
+            "chose": self._read_scores,
+            "Iter ": self._read_scores_at,
+            "*****": self._read_header,
+            "Begin": self._read_beginning,
+            "Metri": self._read_metrics,
+            "Phase": self._read_phase,
+            "Note ": partial(self._read_text, "Note => ", "note", "text"),
+            "Warni": partial(self._read_text, "Warning => ", "warning", "text"),
+            "Step ": partial(self._read_text, "Step finished => model: ", "finished", "model"),
+            # text of people and models, whatever it looks like
+            "--- p": lambda line: _NOTHING,
+            "--- a": lambda line: _NOTHING,
+        }
+        self._messages: dict[str, Callable[[str, str], _Records | None]] = {
+            "step=": self._read_optimizer,
+            "epoch": self._read_engine_timer,
+            "OVERF": self._read_overflow,
+            "Grad ": self._read_overflow_iteration,
+            "Reduc": self._read_scale_change,
+            "Overf": self._read_overflow_detected,
+            "Dropp": self._read_dropped_answer,
+            "---==": self._read_wrapper,
+            "Step ": self._read_wrapper_status,
+            "Runti": self._read_wrapper_status,
+            "cmd =": self._read_command,
+            "WORLD": self._read_world,
+            "nnode": self._read_processes,
+            "dist_": self._read_processes,
+            "proce": self._read_processes,
+            "Proce": self._read_processes,
+            "Killi": self._read_processes,
+        }
+
+    def feed(self, line: str, offset: int | None = None) -> _Records:
+        """Read the next line, without its newline, and give the records that it made whole.
+
+        With the byte at which the line begins in the log, each record gets an `offset`: that of its
+        own first line.
+        """
+        closed = self._ppo_closed
+        self._offset = offset
+        read = self._forms.get(line[:5])
+        try:
+            records = None if read is None else read(line)
+        except ValueError:
+            records = None
+        if records is None:
+            records = self._read_unusual(line)
+        if closed is not None and closed is self._ppo_closed and line and line[:5] != "-----":
+            self._ppo_closed = None
+            return [closed, *records]
+        return records
+
+    def finish(self, unfinished: str = "") -> _Records:
+        """Give what was held back, at the end of the log.
+
+        Of a last line without its newline only the launcher's words count: a number may be cut.
+        """
+        unfinished = unfinished[-_LONGEST_LINE:].strip()
+        if unfinished.endswith("exits successfully.") or _RETURN_CODE.search(unfinished):
+            self.feed(unfinished)
+        held = [record for record in (self._ppo_closed, self._ppo_open) if record is not None]
+        self._ppo_closed = self._ppo_open = None
+        return held
+
+    @property
+    def state(self) -> str:
+        """ok, failed, or unknown: a log that still grows has not told either."""
+        launch = self._launch
+        if launch.killed or launch.returncode not in (None, 0):
+            return "failed"
+        return "ok" if launch.ended_well >= launch.expected() else "unknown"
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit of the launcher, as far as the log tells it."""
+        return 0 if self.state == "ok" else self._launch.returncode
+
+    @property
+    def cause(self) -> dict[str, str] | None:
+        """Root cause of a failure: its id, the line that tells it, and what to do."""
+        if self.state == "ok":
+            return None
+        launch = self._launch
+        if self.state == "unknown":
+            return launch.causes.raised(self._records_given)
+        return launch.causes.cause(launch.returncode, launch.exit_line, self._records_given)
+
+    @property
+    def events(self) -> dict[str, int]:
+        """How often something happened that is no record, once for all ranks."""
+        return {"overflow": self._overflow_events or self._overflow_iterations, **self._events}
+
+    def _give(self, record: Record) -> _Records:
+        if self._offset is not None:
+            record["offset"] = self._offset
+        self._records_given += 1
+        return (record,)
+
+    def _learn_step(self, step: str, certain: bool = True) -> None:
+        if certain or not self._step_is_certain:
+            self.step = step
+            self._step_is_certain = certain
+
+    # PPO: a block of lines is one record
+
+    def _read_epoch(self, line: str) -> _Records | None:
+        if " | Step: " in line:
+            return self._read_ppo_losses(_PPO_LOSSES, line)
+        record: Record = {"kind": "loss", "epoch": None, "step": None, "rank": None}
+        if _STEP_LOSS.read(line, record):
+            self._learn_step("sft", certain=False)
+            self._launch.ranks_seen = max(self._launch.ranks_seen, record["rank"] + 1)
+            return self._give(record)
+        return self._give(record) if _EPOCH_LOSS.read(line, record) else None
+
+    def _read_ppo_losses(self, form: _Form, line: str) -> _Records | None:
+        record: Record = {"kind": "ppo"}
+        if not form.read(line, record):
+            return None
+        unfinished = self._ppo_open
+        for name in ("reward", "reward_ema", "e2e_s", "generate_s", "train_s", "tflops"):
+            record[name] = None
+        self._give(record)
+        self._ppo_open = record
+        self._ppo_untimed = None
+        self._learn_step("ppo")
+        return _NOTHING if unfinished is None else (unfinished,)
+
+    def _read_ppo_part(self, form: _Form, line: str) -> _Records | None:
+        record = {} if self._ppo_open is None else self._ppo_open
+        return _NOTHING if form.read(line, record) else None
+
+    def _read_reward(self, line: str) -> _Records | None:
+        record = {} if self._ppo_open is None else self._ppo_open
+        if not _REWARD.read(line, record):
+            return None
+        if self._ppo_open is not None:
+            self._ppo_closed = self._ppo_untimed = self._ppo_open
+            self._ppo_open = None
+        return _NOTHING
+
+    def _read_hybrid_timer(self, line: str) -> _Records | None:
+        times: Record = {}
+        if not _HYBRID_TIMER.read(line, times):
+            return None
+        # with several generations a step, only the first timer tells of the step before
+        record, self._ppo_untimed = self._ppo_untimed, None
+        if record is not None:
+            for name, value in times.items():
+                own = record.get(name)
+                record[name if own is None else f"hybrid_{name}"] = value
+        return _NOTHING
+
+    def _read_separator(self, line: str) -> _Records | None:
+        return _NOTHING if line == _SEPARATOR else None
+
+    # steps 1 and 2, and DPO
+
+    def _read_throughput(self, line: str) -> _Records | None:
+        match = _THROUGHPUT.fullmatch(line)
+        if match is None:
+            return None
+        latency, tflops, samples, batch_size, length = match.groups()
+        # written out for speed: it is the most frequent line by far
+        record: Record = {
+            "kind": "throughput",
+            "index": self._throughput_lines,
+            "latency_s": float(latency),
+            "tflops": float(tflops),
+            "samples_per_s": float(samples),
+            "batch_size": int(batch_size),
+            "sequence_length": int(length),
+        }
+        self._throughput_lines += 1
+        if self.step is None:
+            self._learn_step("sft", certain=False)
+        return self._give(record)
+
+    def _read_header(self, line: str) -> _Records | None:
+        if match := _EVALUATING.fullmatch(line):
+            what = match["what"]
+            self.epochs = int(match["epochs"])
+            self._awaited = (what, int(match["epoch"]))
+            self._header_seen = True
+            self._learn_step({"perplexity": "sft", "reward": "reward", "rewards": "dpo"}[what])
+            return _NOTHING
+        if match := _RUNNING.fullmatch(line):
+            if match["ppo"]:
+                self._learn_step("ppo")
+            return _NOTHING
+        return None
+
+    def _give_result(self, what: str, record: Record) -> _Records:
+        # People and models print such text too: a result without its header counts only at the top
+        # of a log whose beginning was cut off.
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and awaited[0] == what:
+            record["epoch"] = awaited[1]
+            return self._give(record)
+        return _NOTHING if self._header_seen else self._give(record)
+
+    def _read_perplexity(self, line: str) -> _Records | None:
+        record: Record = {"kind": "eval", "epoch": None}
+        if not _PERPLEXITY.read(line, record):
+            return None
+        self._learn_step("sft", certain=False)
+        return self._give_result("perplexity", record)
+
+    def _read_scores(self, line: str) -> _Records | None:
+        record: Record = {"kind": "reward_eval", "epoch": None}
+        if _REWARD_SCORES.read(line, record):
+            self._learn_step("reward", certain=False)
+            return self._give_result("reward", record)
+        if _DPO_SCORES.read(line, record):
+            record["accuracy"] = None
+            return self._give_result("rewards", record)
+        return None
+
+    def _read_scores_at(self, line: str) -> _Records | None:
+        record: Record = {"kind": "reward_eval", "epoch": self._epoch}
+        if not _REWARD_SCORES_AT.read(line, record):
+            return None
+        self._learn_step("reward")
+        return self._give(record)
+
+    def _read_beginning(self, line: str) -> _Records | None:
+        match = _BEGINNING.fullmatch(line)
+        if match is None:
+            return None
+        epoch, epochs, batches = (int(match[name]) for name in ("epoch", "epochs", "batches"))
+        self._epoch, self.epochs, self.batches_per_epoch = epoch, epochs, batches
+        if match["generation"]:
+            self._learn_step("ppo")
+        return _NOTHING
+
+    # lines of our own
+
+    def _read_metrics(self, line: str) -> _Records | None:
+        if not line.startswith("Metrics => step: "):
+            return None
+        record: Record = {"kind": "metrics"}
+        words = line[len("Metrics => ") :].replace(": ", ", ").split(", ")
+        names, texts = words[::2], words[1::2]
+        if len(names) != len(texts) or not all(map(str.isidentifier, names)):
+            return None
+        for name, text in zip(names, texts, strict=True):
+            record[name] = int(text) if text.isdigit() else None if text == "NA" else float(text)
+        return self._give(record)
+
+    def _read_phase(self, line: str) -> _Records | None:
+        match = _PHASE.fullmatch(line)
+        if match is None or _CONTROL.search(line):
+            return None
+        percent = None if match[2] is None else int(match[2])
+        return self._give({"kind": "phase", "name": match[1], "percent": percent})
+
+    def _read_text(self, head: str, kind: str, name: str, line: str) -> _Records | None:
+        if not line.startswith(head) or len(line) > _LONGEST_LINE or _CONTROL.search(line):
+            return None
+        return self._give({"kind": kind, name: line[len(head) :]})
+
+    # everything else: DeepSpeed, the launcher, the wrapper, and lines that are not clean
+
+    def _read_unusual(self, line: str) -> _Records:
+        text = line[:_LONGEST_LINE].rstrip()
+        if not text.isprintable() and _CONTROL.search(text):
+            parts = _ESCAPE.sub("", text).split("\r")
+            return self._read_parts([_CONTROL.sub("", part) for part in parts])
+        text = _without_prefixes(text, self._hosts)
+        if not text:
+            return _NOTHING
+        if text != line:
+            return self.feed(text, self._offset)
+        stamps = _STAMPS.match(text) if text[0] == "[" else None
+        message = text[stamps.end() :] if stamps else text
+        read = self._messages.get(message[:5])
+        try:
+            records = None if read is None else read(message, text)
+        except ValueError:
+            records = None
+        if records is None:
+            records = self._read_torn(text)
+        if records is not None:
+            return records
+        if "exits with return code" in text and text[0] == "[":
+            match = _RETURN_CODE.search(text)
+            if match:
+                self._launch.exit(int(match[1]), text)
+        else:
+            self._launch.causes.read(text, self._records_given)
+        return _NOTHING
+
+    def _read_torn(self, text: str) -> _Records | None:
+        """Read what several ranks wrote into one line; None for any other line."""
+        if not any(map(text[1:].__contains__, _HEAD_MARKS)) or not _HEADS.match(text):
+            return None
+        starts = [match.start() for match in _HEADS.finditer(text)]
+        if len(starts) == 1:
+            return None
+        ends = [*starts[1:], len(text)]
+        return self._read_parts([text[i:j] for i, j in zip(starts, ends, strict=True)])
+
+    def _read_parts(self, parts: Sequence[str]) -> _Records:
+        offset = self._offset
+        return [record for part in parts if part for record in self.feed(part, offset)]
+
+    def _read_optimizer(self, message: str, text: str) -> _Records | None:
+        match = _OPTIMIZER.fullmatch(message)
+        if match is None or "[Rank 0]" not in text:
+            return None
+        step, skipped = int(match[1]), int(match[2])
+        if step == 0:  # printed while the engine starts
+            return _NOTHING
+        previous = self._optimizer or {}
+        second = previous.get("step") == step and previous.get("engine") == "actor"
+        engine = "critic" if second or self.step == "reward" else "actor"
+        if self.step in ("sft", "dpo"):
+            engine = "actor"
+        rates = [float(rate) for rate in _LEARNING_RATE.findall(match[3])]
+        self._optimizer = {
+            "kind": "optimizer",
+            "engine": engine,
+            "step": step,
+            "skipped": skipped,
+            "lr": rates,
+        }
+        return self._give(self._optimizer)
+
+    def _read_engine_timer(self, message: str, text: str) -> _Records | None:
+        timer: Record = {}
+        if not _TIMER.read(message, timer):
+            return None
+        if self._optimizer is not None and self._optimizer["step"] == timer["step"]:
+            self._optimizer.update(timer)
+        return _NOTHING
+
+    def _read_overflow(self, message: str, text: str) -> _Records | None:
+        if message.endswith("skipping both actor and critic steps"):
+            self._events["skipped_both"] += 1
+            return _NOTHING
+        match = _OVERFLOW.fullmatch(message) if "[deepspeed]" in text else None
+        if match is None:
+            return None
+        if match[1] in (None, "0"):  # else another rank tells of the same event
+            self._overflow_events += 1
+            self._count_floor(match[2], match[3])
+        return _NOTHING
+
+    def _read_overflow_iteration(self, message: str, text: str) -> _Records | None:
+        match = _OVERFLOW_ITERATION.fullmatch(message)
+        if match is None:
+            return None
+        if match[1] != self._overflow_iteration:  # else another rank's
+            self._overflow_iteration = match[1]
+            self._overflow_iterations += 1
+            self._scale_change = ""
+        return _NOTHING
+
+    def _read_scale_change(self, message: str, text: str) -> _Records | None:
+        match = _SCALE_CHANGE.fullmatch(message)
+        if match is None:
+            return None
+        if message != self._scale_change:  # else another rank's
+            self._scale_change = message
+            self._count_floor(match[1], match[2])
+        return _NOTHING
+
+    def _read_overflow_detected(self, message: str, text: str) -> _Records | None:
+        if "[Rank 0]" not in text or not message.startswith("Overflow detected. Skipping step"):
+            return None
+        self._overflow_events += 1
+        self._overflow_iteration = self._scale_change = ""
+        return _NOTHING
+
+    def _count_floor(self, scale: str | None, reduced_to: str | None) -> None:
+        if scale is not None and scale == reduced_to:
+            self._events["loss_scale_floor"] += 1
+
+    def _read_dropped_answer(self, message: str, text: str) -> _Records | None:
+        if not message.startswith("Dropping too short generated answer"):
+            return None
+        self._events["dropped_answers"] += 1
+        return _NOTHING
+
+    def _read_wrapper(self, message: str, text: str) -> _Records | None:
+        match = _STEP_OF_WRAPPER.match(message)
+        if match is None:
+            return None
+        self._learn_step(("sft", "reward", "ppo")[int(match[1]) - 1])
+        return _NOTHING
+
+    def _read_wrapper_status(self, message: str, text: str) -> _Records | None:
+        match = _WRAPPER_STATUS.match(message)
+        if match is None:
+            return None
+        self._launch.exit(int(match[1]), text)
+        return _NOTHING
+
+    def _read_command(self, message: str, text: str) -> _Records | None:
+        if message == text and "deepspeed.launcher" not in message:
+            return None
+        # a resumed step is launched again into the same log: the last launch counts
+        self._launch = _Launch()
+        if match := _STEP_OF_COMMAND.search(message):
+            self._learn_step({"rlhf": "ppo"}.get(match[1], match[1]))
+        elif "--actor_model_name_or_path" in message:
+            self._learn_step("ppo")
+        return _NOTHING
+
+    def _read_world(self, message: str, text: str) -> _Records | None:
+        hosts = _DEVICES_OF_HOST.findall(message)
+        if not message.startswith("WORLD INFO DICT") or not hosts:
+            return None
+        self._hosts.update(name for name, _ in hosts)
+        self._launch.world_size = sum(len(devices.split(",")) for _, devices in hosts)
+        return _NOTHING
+
+    def _read_processes(self, message: str, text: str) -> _Records | None:
+        launch = self._launch
+        if match := _NODE.fullmatch(message):
+            launch.processes_of_node[match[2]] = int(match[1])
+        elif match := _WORLD_SIZE.fullmatch(message):
+            launch.world_size = int(match[1])
+        elif _SPAWNED.match(message):
+            launch.spawned += 1
+        elif _EXIT.fullmatch(message):
+            launch.ended_well += 1
+        elif _KILLING.fullmatch(message):
+            launch.killed = True
+            launch.exit_line = launch.exit_line or text
+        else:
+            return None
+        return _NOTHING
+
+
+def _without_prefixes(text: str, hosts: set[str]) -> str:
+    """What follows hosts, ranks, progress bars and the border of a box."""
+    while True:
+        match = None
+        if text.startswith("[rank"):
+            match = _RANK_PREFIX.match(text)
+        elif "%|" in text:
+            match = _PROGRESS_BAR.match(text)
+        elif text.startswith(("│", "┃", "|")):
+            match = _BOX.fullmatch(text)
+        elif hosts:
+            match = _HOST_PREFIX.match(text)
+            match = match if match and match[1] in hosts else None
+        if match is None:
+            return text
+        text = match["rest"].rstrip()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The whole of one log: step, state, return code, cause, records and events.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    reader = LogReader()
+    records: list[Record] = []
+    unfinished = b""
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            head, newline, rest = block.rpartition(b"\n")
+            if not newline:
+                unfinished = (unfinished + rest)[:_BLOCK]  # a line without end stays bounded
+                continue
+            for line in (unfinished + head).decode("utf-8", "replace").split("\n"):
+                records += reader.feed(line)
+            unfinished = rest
+    records += reader.finish(unfinished.decode("utf-8", "replace"))
+    return {
+        "step": reader.step,
+        "state": reader.state,
+        "returncode": reader.returncode,
+        "cause": reader.cause,
+        "records": records,
+        "events": reader.events,
+    }
+
+
+STEP_FOLDERS = {"sft": "step1-sft", "reward": "step2-reward", "ppo": "step3-rlhf"}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The documents of the steps of a run's folder that have begun, under `steps`.
+
+    A log without end is `running` where run.json says so.
+
+    Raises:
+        OSError: a log cannot be read.
+    """
+    steps = {}
+    for step, folder in STEP_FOLDERS.items():
+        log = path / folder / "training.log"
+        if not log.is_file():
+            continue
+        document = read_document(log)
+        document["step"] = document["step"] or step
+        if document["state"] == "unknown" and _is_running(path, step):
+            document["state"] = "running"
+        steps[step] = document
+    return {"steps": steps}
+
+
+def _is_running(run: Path, step: str) -> bool:
+    try:
+        state = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        return bool(state["steps"][step]["state"] == "running")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def to_json(document: Any) -> str:
+    """A document as JSON; nan and infinities are the strings "nan", "inf", "-inf"."""
+    return json.dumps(_without_nonfinite(document), allow_nan=False)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item) for item in value]
+    return value
