@@ -297,6 +297,8 @@ class Session:
             yield Note("Stopped before the first word; the question was taken back.")
         elif interrupted:
             yield Note("Stopped; what was said so far is kept.")
+        elif not text.strip():
+            yield Note("The model ended its answer without a word.")
         elif finish == "length":
             yield Note(f"The answer was cut at {usage.new_tokens} tokens.")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,6 +25,7 @@ from engine.generation.chat import (
     divergence,
     next_turn,
 )
+from engine.generation.decode import DecodeSession
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
 CHATML = (
@@ -137,10 +141,13 @@ def test_only_what_follows_the_kept_answer_is_computed() -> None:
     generator = ChatGenerator(tiny_model(), byte_tokenizer(), "tiny")
     first = [user("Hello?")]
     computed: list[int] = []
-    generator.model.register_forward_pre_hook(
-        lambda module, args, kwargs: computed.append(kwargs["input_ids"].shape[1]),
-        with_kwargs=True,
-    )
+    step = generator.session.decoder.step
+
+    def counted(input_ids, *rest):
+        computed.append(input_ids.shape[1])
+        return step(input_ids, *rest)
+
+    generator.session.decoder.step = counted
     answer = talk(generator, first)
     prompt = computed[0]
     computed.clear()
@@ -160,26 +167,30 @@ def test_a_broken_off_answer_leaves_the_cache_sound() -> None:
         next(stream)
     stream.close()
     with pytest.MonkeyPatch.context() as patch:
-        layer = model.model.layers[1]
-        patch.setattr(layer, "forward", lambda *args, **kwargs: 1 / 0)
+        layer = generator.session.decoder.layers[1]
+        patch.setattr(layer, "attention", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             talk(generator, [user("Hello? Again")])
     fresh = ChatGenerator(model, tokenizer, "fresh")
     assert talk(generator, [user("Hello?")]) == talk(fresh, [user("Hello?")])
 
 
+class Speaker:
+    """A decoder that says a text, over and over."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+        self.model = SimpleNamespace(device=torch.device("cpu"))
+        self.size = len(tokenizer)
+        self.tokens = cycle(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def step(self, input_ids, positions, attention_mask, cache) -> torch.Tensor:
+        cache.advance(input_ids.shape[1])
+        return torch.nn.functional.one_hot(torch.tensor([next(self.tokens)]), self.size).float()
+
+
 def force(generator: ChatGenerator, text: str) -> None:
-    """Make the model say a text: its logits point at the token after the ones said so far."""
-    script = generator.tokenizer(text, add_special_tokens=False).input_ids
-    said: list[int] = []
-
-    def forward(ids: list[int]) -> torch.Tensor:
-        logits = torch.zeros(1, len(generator.tokenizer))
-        logits[0, script[len(said) % len(script)]] = 10.0
-        said.append(0)
-        return logits
-
-    generator._forward = forward
+    """Make the model say a text."""
+    generator.session = DecodeSession(Speaker(generator.tokenizer, text))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +225,10 @@ def test_pieces_never_take_back_what_was_shown() -> None:
     assert shown + text.rest() == "Hu Hum Humor: 世界"
 
 
-def test_chatml_ends_at_its_special_tokens() -> None:
+@pytest.mark.parametrize("bos", [None, "<|im_start|>"])
+def test_chatml_ends_at_its_special_tokens(bos: str | None) -> None:
     tokenizer = byte_tokenizer()
+    tokenizer.bos_token = bos
     tokenizer.chat_template = CHATML
     ids, mark = next_turn(tokenizer)
     assert mark == ""
@@ -238,7 +251,7 @@ def test_sampling_settings_reach_the_choice() -> None:
     )
     plain = generator.encode(question)
     talk(generator, question, max_new_tokens=40, repetition_penalty=1000.0)
-    answer = generator._cached[len(plain) :]
+    answer = generator.session.tokens[len(plain) :]
     assert len(set(answer)) == len(answer)
 
 
@@ -269,16 +282,28 @@ def test_divergence_is_zero_to_itself_and_grows_with_the_difference() -> None:
     messages = [user("Hello?"), assistant("An answer.")]
     assert divergence(one, one, messages) == pytest.approx(0.0, abs=1e-6)
     assert divergence(one, other, messages) > 0.1
+    with_own_template = byte_tokenizer()
+    with_own_template.chat_template = CHATML
+    with pytest.raises(ValueError, match="do not share"):
+        divergence(one, ChatGenerator(tiny_model(), with_own_template, "chatml"), messages)
 
 
-def test_the_judge_scores_at_the_end_of_the_answer(tmp_path) -> None:
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_the_judge_scores_at_the_end_of_the_answer(tmp_path, template: str | None) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
     tiny_model().save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     judge = ChatJudge.from_pretrained(str(tmp_path), torch.float32)
-    messages = [user("Hello?"), assistant("Good.")]
-    score = judge.score(messages)
-    assert score == judge.score(messages)
-    assert score != judge.score([user("Hello?"), assistant("Bad.")])
+    seen = []
+    scores = judge.model.scores
+    judge.model.scores = lambda ids, mask: seen.append(ids[0].tolist()) or scores(ids, mask)
+    good = judge.score([user("Hello?"), assistant("Good.")])
+    bad = judge.score([user("Hello?"), assistant("Bad.")])
+    assert good != bad
+    text = tokenizer.decode(seen[0])
+    assert text.endswith("Good.<eos>")
+    assert text.count("Hello?") == text.count("Good.") == 1
 
 
 def test_a_saved_model_answers_as_before(tmp_path) -> None:
