@@ -383,7 +383,7 @@ def metrics(step: int, values: Mapping[str, float | None]) -> str:
     for name in values:
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in ("kind", "step", "offset"):
             raise ValueError(
-                f"metric {name!r}: a name is lower case with underscores, and not kind, step, offset"
+                f"metric {name!r}: use lower case and underscores, not kind, step or offset"
             )
     pairs = [f"step: {step}", *(f"{name}: {_short(x)}" for name, x in values.items())]
     return f"Metrics => {', '.join(pairs)}"
