@@ -48,7 +48,10 @@ def _build(name: str, texts: list[str], folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from engine.data.templates import install_template
+
     tokenizer = _train_tokenizer(texts)
+    install_template(tokenizer, "human_assistant")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_config(name, tokenizer), dtype=torch.float32)

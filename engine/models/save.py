@@ -38,13 +38,17 @@ def save_model(
 
 def _set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer's EOS and pad ids into the configs, beside EOS ids they have."""
-    configs = [model.config]
-    if model.can_generate():
-        configs.append(model.generation_config)
-    for config in configs:
+    generation = model.generation_config if model.can_generate() else None
+    for config in filter(None, (model.config, generation)):
         config.pad_token_id = tokenizer.pad_token_id
         known = config.eos_token_id
         if not isinstance(known, list):
             config.eos_token_id = tokenizer.eos_token_id
         elif tokenizer.eos_token_id not in known:
             config.eos_token_id = [tokenizer.eos_token_id, *known]
+    if generation is not None:
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            # Some models come with a temperature but sampling off, which is refused at saving.
+            generation.do_sample = True
