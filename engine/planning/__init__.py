@@ -1,5 +1,6 @@
 """Arithmetic of parameters, operations and memory, from a model's config alone. No torch."""
 
+from engine.planning.changes import Change, smallest_change
 from engine.planning.flops import (
     forward_flops,
     generation_flops,
@@ -7,15 +8,23 @@ from engine.planning.flops import (
     training_flops,
     weight_bytes_read_per_token,
 )
+from engine.planning.memory import Device, Item, Plan, StepPlan, plan_memory
 from engine.planning.shapes import Head, LinearLayer, ModelShape
 
 __all__ = [
+    "Change",
+    "Device",
     "Head",
+    "Item",
     "LinearLayer",
     "ModelShape",
+    "Plan",
+    "StepPlan",
     "forward_flops",
     "generation_flops",
     "kv_cache_bytes",
+    "plan_memory",
+    "smallest_change",
     "training_flops",
     "weight_bytes_read_per_token",
 ]

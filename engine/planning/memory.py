@@ -1,0 +1,495 @@
+"""Memory of the three steps, a device and on the host, from models' shapes and a configuration.
+
+What DeepSpeed 0.19 holds was read from its optimizers and measured on engines (see the tests).
+With T trained and F frozen parameters of one model, e bytes a number and R ranks:
+
+stage 0      weights e(T+F), gradients eT, Adam 8T; 16 bit: master copy 4T, in the step 4T more
+stages 1, 2  weights e(T+F); master copy 4T/R (in fp32 too), Adam 8T/R, gradients eT/R (stage 1
+             accumulates in eT), in the step 4T/R in their place
+stage 3      all sharded: e(T+F)/R, 4T/R, 8T/R, eT/R; in the step 4 bytes of a group of at most
+             1e9 parameters more
+offload      master copy, Adam, gradients, an fp32 copy of them on the host; stage 2 keeps a 16-bit
+             copy and accumulated gradients there too, stage 3 the weights
+
+Stages 1 to 3 reduce gradients through a bucket of 5e8 numbers on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.layout import StepName
+from engine.config.schema import RoleConfig, RunConfig, StepConfig
+from engine.planning.activations import (
+    logits_scoring_bytes,
+    logits_training_bytes,
+    saved_bytes_per_token,
+    working_bytes_per_token,
+)
+from engine.planning.flops import kv_cache_bytes
+from engine.planning.shapes import Head, ModelShape
+
+Device = Literal["cuda", "cpu"]
+
+# Defaults of DeepSpeed that decide memory; elements, not bytes.
+_REDUCE_BUCKET = 500_000_000
+_PREFETCH_BUCKET = 50_000_000
+_STEP_GROUP = 1_000_000_000
+# ZeRO-3 keeps gathered what is used again within 1e9 parameters: the last 5e8 of a forward pass.
+_KEPT_GATHERED = 500_000_000
+# MixZ leaves smaller tensors alone; a scale of 4 bytes serves 8,000 elements.
+_QUANTIZED_FROM = 500_000
+_QUANTIZATION_GROUP = 8_000
+# A CUDA context with the kernels of torch and of cuBLAS, and NCCL's buffers.
+_CUDA_CONTEXT = 700 * 2**20
+
+ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one thing that one model holds, for one rank.
+
+    `phase` is the part of the step in which it lives, or "always".
+    """
+
+    model: str
+    what: str
+    phase: str
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Memory of one step; all figures are bytes of one rank, at the peak over the phases."""
+
+    step: StepName
+    items: tuple[Item, ...]
+
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """Device and host bytes of each phase, with what is always there."""
+        names = dict.fromkeys(item.phase for item in self.items if item.phase != ALWAYS)
+        return {name: self._total({ALWAYS, name}) for name in names}
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that holds most."""
+        phases = self.phases()
+        return max(phases, key=lambda name: sum(phases[name]))
+
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes on a device."""
+        return max(device for device, _ in self.phases().values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes of a rank's process on the host.
+
+        The C library's heap gives little back: what an update frees of its own parts still counts.
+        """
+        kept: dict[str, set[str]] = {}
+        for phase in self.phases():
+            kept.setdefault(phase.split()[-1], {ALWAYS}).add(phase)
+        return max(self._total(together)[1] for together in kept.values())
+
+    def _total(self, phases: set[str]) -> tuple[int, int]:
+        """Bytes of the items of some phases; an item of several counts once."""
+        held: dict[tuple[str, str], list[int]] = {}
+        for name in phases:
+            of_phase: dict[tuple[str, str], list[int]] = {}
+            for item in self.items:
+                if item.phase == name:
+                    own = of_phase.setdefault((item.model, item.what), [0, 0])
+                    own[0] += item.device_bytes
+                    own[1] += item.host_bytes
+            for key, own in of_phase.items():
+                before = held.get(key, [0, 0])
+                held[key] = [max(pair) for pair in zip(before, own, strict=True)]
+        return sum(own[0] for own in held.values()), sum(own[1] for own in held.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a run. On a CPU everything is host memory, and `device_bytes` are 0."""
+
+    device: Device
+    dtype: str
+    ranks: int
+    ranks_per_node: int
+    steps: tuple[StepPlan, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes on a device over all steps."""
+        return max(step.device_bytes for step in self.steps)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Most bytes on the host of a node, all its ranks together."""
+        return self.ranks_per_node * max(step.host_bytes for step in self.steps)
+
+    def fits(self, memory_bytes: int, host_memory_bytes: int | None = None) -> bool:
+        """Tell whether every step fits.
+
+        `memory_bytes` is that of one accelerator; on a CPU that of a node. `host_memory_bytes` is
+        a node's beside accelerators; None: not checked.
+        """
+        if self.device == "cpu":
+            return self.node_host_bytes <= memory_bytes
+        enough_host = host_memory_bytes is None or self.node_host_bytes <= host_memory_bytes
+        return self.device_bytes <= memory_bytes and enough_host
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What all items of a run share."""
+
+    device: Device
+    element: int
+    ranks: int
+
+    def item(
+        self, model: str, what: str, count: float, phase: str = ALWAYS, host: bool = False
+    ) -> Item:
+        """`count` bytes on the device, or on the host: by offload or for want of a device."""
+        size = int(count)
+        if host or self.device == "cpu":
+            return Item(model, what, phase, 0, size)
+        return Item(model, what, phase, size, 0)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """One of the models of a step, as an engine holds it."""
+
+    name: str
+    shape: ModelShape
+    head: Head
+    stage: int
+    offload: bool
+    trained: int
+    frozen: int
+    quantized: int = 0
+
+    @classmethod
+    def training(
+        cls, name: str, shape: ModelShape, head: Head, role: RoleConfig, mixz: bool = False
+    ) -> _Model:
+        base = shape.parameters_with(head)
+        adapters = shape.lora_parameters(role.lora.rank, role.lora.targets)
+        if not (role.lora.only and role.lora.rank):
+            return cls(name, shape, head, role.zero_stage, role.offload, base + adapters, 0)
+        trained_head = shape.head_inputs if head == "score" else 0
+        frozen = base - trained_head
+        quantized = _large_parameters(shape, head) if mixz and role.zero_stage == 3 else 0
+        return cls(
+            name, shape, head, role.zero_stage, role.offload, adapters + trained_head, frozen,
+            quantized,
+        )  # fmt: skip
+
+    @classmethod
+    def reading(cls, name: str, shape: ModelShape, head: Head, stage: int, offload: bool) -> _Model:
+        stage = 3 if stage == 3 else 0
+        return cls(name, shape, head, stage, offload and stage == 3, 0, shape.parameters_with(head))
+
+    @property
+    def parameters(self) -> int:
+        return self.trained + self.frozen
+
+    def weights(self, place: _Place) -> list[Item]:
+        """Weights as they lie between uses."""
+        sharded = place.ranks if self.stage == 3 else 1
+        host = self.offload and self.stage == 3
+        plain = place.element * (self.parameters - self.quantized)
+        packed = self.quantized * (1 + 4 / _QUANTIZATION_GROUP)
+        return [place.item(self.name, "weights", (plain + packed) / sharded, host=host)]
+
+    def gathered(self, place: _Place, phase: str) -> list[Item]:
+        """Parameters that ZeRO-3 has gathered while the model computes."""
+        # A single rank's shard is the whole parameter, used where it lies.
+        in_place = place.ranks == 1 and not (self.offload and place.device == "cuda")
+        if self.stage != 3 or (in_place and not self.quantized):
+            return []
+        largest = max(
+            self.shape.vocabulary * self.shape.head_inputs,
+            max(layer.weights for layer in self.shape.block),
+        )
+        live = min(self.parameters, _KEPT_GATHERED + _PREFETCH_BUCKET + largest)
+        return [place.item(self.name, "gathered parameters", place.element * live, phase)]
+
+    def training_states(
+        self, place: _Place, accumulates: bool, other_phases: tuple[str, ...] = ()
+    ) -> list[Item]:
+        """Master copy, Adam's moments, gradients, and DeepSpeed's buffers.
+
+        `other_phases`: those between the micro batches, in which summed gradients wait.
+        """
+        trained, element, stage = self.trained, place.element, self.stage
+        shard = trained / place.ranks if stage else trained
+        train, reduce, update = (f"{verb} {self.name}" for verb in ("train", "reduce", "update"))
+        item, name, host = place.item, self.name, self.offload
+        items = []
+        if stage or element == 2:
+            items.append(item(name, "master weights (fp32)", 4 * shard, host=host))
+        items.append(item(name, "Adam moments (fp32)", 8 * shard, host=host))
+        if stage == 3:
+            items.append(item(name, "gradients", element * shard, host=host))
+            group = shard if host else min(shard, _STEP_GROUP)
+            phase = ALWAYS if host else update
+            items.append(item(name, "gradients (fp32)", 4 * group, phase, host))
+        elif host:
+            largest = self.shape.vocabulary * self.shape.head_inputs
+            items += [
+                item(name, "gradients", element * shard, host=True),
+                item(name, "gradients (fp32)", 4 * shard, host=True),
+                item(name, "16-bit copy for the way back", element * shard, host=True),
+                item(name, "gradient buffers", element * min(largest, trained)),
+                item(name, "gradient buffers", element * min(largest, trained), host=True),
+            ]
+        else:
+            # Unless they are summed over micro batches or, in stage 1, reduced at the end,
+            # gradients grow while activations go.
+            summed = element * (shard if stage == 2 else trained)
+            phases = [reduce]
+            if accumulates or stage == 1:
+                phases.append(train)
+            if accumulates:
+                phases += other_phases
+            if stage == 0 or element == 4:
+                phases.append(update)
+            items += [item(name, "gradients", summed, phase) for phase in phases]
+            if element == 2:
+                items.append(item(name, "gradients (fp32)", 4 * shard, update))
+        items += self._reduction(place, (train, reduce))
+        return items
+
+    def _reduction(self, place: _Place, phases: tuple[str, str]) -> list[Item]:
+        """Buffers in which gradients of the backward pass are summed over ranks."""
+        train, reduce = phases
+        filled = place.element * min(_REDUCE_BUCKET, self.trained)
+        if self.stage == 0:
+            return [place.item(self.name, "reduction bucket", filled, reduce)]
+        # On a CPU only what is written of the bucket takes memory.
+        bucket = filled if place.device == "cpu" else place.element * _REDUCE_BUCKET
+        if self.stage == 3:
+            return [
+                place.item(self.name, "reduction bucket", bucket),
+                place.item(self.name, "reduction copy", filled, train),
+            ]
+        return [place.item(self.name, "reduction bucket", bucket, phase) for phase in phases]
+
+    def training_activations(
+        self, place: _Place, role: RoleConfig, rows: int, seq: int, dropout: float | None
+    ) -> list[Item]:
+        """What the forward pass leaves for the backward pass."""
+        shape, element, tokens = self.shape, place.element, rows * seq
+        in_block = sum("{layer}" in layer.name for layer in shape.block)
+        if role.lora.rank and role.lora.targets:
+            in_block = len(shape.lora_layers(role.lora.targets)) // shape.layers
+        saved = saved_bytes_per_token(
+            shape,
+            element,
+            seq,
+            dropout,
+            on_cpu=place.device == "cpu",
+            lora_rank=role.lora.rank,
+            lora_layers=in_block,
+        )
+        outside = 3 * element * shape.hidden
+        working = working_bytes_per_token(shape, element)
+        if role.gradient_checkpointing:
+            per_token = shape.layers * element * shape.hidden + outside + saved + working
+        else:
+            per_token = shape.layers * saved + outside + working
+        return [place.item(self.name, "activations", per_token * tokens, f"train {self.name}")]
+
+
+def _large_parameters(shape: ModelShape, head: Head) -> int:
+    """Elements of the frozen tensors that MixZ quantises."""
+    tables = [shape.vocabulary * shape.head_inputs, shape.position_rows * shape.hidden]
+    if head == "lm" and not shape.tied:
+        tables.append(tables[0])
+    sizes = tables + [layer.weights for layer in shape.linear_layers()]
+    return sum(size for size in sizes if size >= _QUANTIZED_FROM)
+
+
+def plan_memory(
+    config: RunConfig,
+    actor: ModelShape,
+    reward: ModelShape | None = None,
+    *,
+    dtype: Literal["fp32", "bf16", "fp16"],
+    device: Device = "cuda",
+    nodes: int = 1,
+) -> Plan:
+    """Memory of every step that a configuration runs.
+
+    Args:
+        config: a checked configuration.
+        actor: shape of `models.actor`.
+        reward: shape of `models.reward`; None: the same (the model that step 1 makes).
+        dtype: what `config.dtype` comes to on the machine, where it is auto.
+        device: on a CPU all is host memory.
+        nodes: hosts with `launch.num_accelerators` ranks each.
+    """
+    place = _Place(device, 4 if dtype == "fp32" else 2, nodes * config.launch.num_accelerators)
+    critic = reward or actor
+    steps = []
+    if config.models.sft is None:
+        steps.append(StepPlan("sft", tuple(_sft(config, actor, place))))
+    if config.models.trained_reward is None:
+        steps.append(StepPlan("reward", tuple(_reward(config, critic, place))))
+    steps.append(StepPlan("ppo", tuple(_ppo(config, actor, critic, place, nodes))))
+    return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
+
+
+def _micro_batch(options: StepConfig, ranks: int) -> tuple[int, bool]:
+    """Rows a rank at once, and whether gradients of several such are summed."""
+    rows = max(1, options.batch_size // ranks)
+    micro = options.micro_batch_size or rows
+    return micro, micro < rows
+
+
+def _process(place: _Place) -> list[Item]:
+    if place.device == "cpu":
+        return []
+    return [place.item("process", "CUDA context", _CUDA_CONTEXT)]
+
+
+def _sft(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Item]:
+    options, role = config.sft, config.actor
+    model = _Model.training("actor", shape, "lm", role)
+    micro, accumulates = _micro_batch(options, place.ranks)
+    tokens, evaluated = micro * options.max_length, options.eval_batch_size * options.max_length
+    train = "train actor"
+    yield from _process(place)
+    yield from model.weights(place)
+    yield from model.training_states(place, accumulates)
+    yield from model.training_activations(place, role, micro, options.max_length, role.dropout)
+    yield from model.gathered(place, train)
+    yield from model.gathered(place, "evaluate")
+    logits = logits_training_bytes(shape, tokens, place.element)
+    yield place.item("actor", "logits", logits, train)
+    reading = max(
+        logits_scoring_bytes(shape, evaluated, place.element),
+        working_bytes_per_token(shape, place.element) * evaluated,
+    )
+    yield place.item("actor", "activations and logits", reading, "evaluate")
+
+
+def _reward(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Item]:
+    options, role = config.reward, config.critic
+    model = _Model.training("critic", shape, "score", role)
+    pairs, accumulates = _micro_batch(options, place.ranks)
+    evaluated = 2 * options.eval_batch_size * options.max_length
+    yield from _process(place)
+    yield from model.weights(place)
+    yield from model.training_states(place, accumulates)
+    # Chosen and rejected answers of a pair are two rows of one batch.
+    yield from model.training_activations(place, role, 2 * pairs, options.max_length, role.dropout)
+    yield from model.gathered(place, "train critic")
+    yield from model.gathered(place, "evaluate")
+    reading = working_bytes_per_token(shape, place.element) * evaluated
+    yield place.item("critic", "activations", reading, "evaluate")
+
+
+def _ppo(
+    config: RunConfig, actor_shape: ModelShape, critic_shape: ModelShape, place: _Place, nodes: int
+) -> Iterable[Item]:
+    options, element = config.ppo, place.element
+    actor = _Model.training("actor", actor_shape, "lm", config.actor, config.mixz.enabled)
+    critic = _Model.training("critic", critic_shape, "score", config.critic)
+    shared = config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
+    reference = _Model.reading(
+        "reference", actor_shape, "lm", config.actor.zero_stage, config.ref.offload
+    )
+    reward = _Model.reading("reward", critic_shape, "score", config.critic.zero_stage, False)
+    frozen = [reward] if shared else [reference, reward]
+
+    micro, accumulates = _micro_batch(options, place.ranks)
+    seq = options.max_prompt_length + options.max_answer_length
+    answer = options.max_answer_length
+    generated = options.generation_batch_size or max(1, options.rollout_batch_size // place.ranks)
+
+    # 1. What lies there all the time.
+    yield from _process(place)
+    for model in (actor, critic, *frozen):
+        yield from model.weights(place)
+    if actor.quantized and nodes > 1:
+        secondary = element * actor.frozen / config.launch.num_accelerators
+        yield place.item("actor", "secondary partition", secondary)
+    if config.ema.enabled:
+        shards = actor.trained / place.ranks if actor.stage == 3 else actor.trained
+        on_host = actor.stage == 3 and actor.offload
+        yield place.item("actor_ema", "average (fp32)", 4 * shards, host=on_host)
+        yield place.item("actor_ema", "weights in fp32", 4 * shards, "update actor", on_host)
+
+    # 2. Generation.
+    yield from _generation(config, actor, place, generated, seq)
+
+    # 3. Log-probabilities, values and scores of the answers.
+    scored = generated * seq
+    # One model after another gathers its parameters and lets them go.
+    gathered = [
+        item for model in (actor, critic, *frozen) for item in model.gathered(place, "score")
+    ]
+    yield from sorted(gathered, key=lambda item: item.device_bytes + item.host_bytes)[-1:]
+    logits = logits_scoring_bytes(actor_shape, generated * answer, element, with_reference=True)
+    working = max(
+        working_bytes_per_token(shape, element) * scored for shape in (actor_shape, critic_shape)
+    )
+    yield place.item("actor", "activations and logits", max(logits, working), "score")
+
+    # 4. Updates of actor and critic.
+    for model, role in ((actor, config.actor), (critic, config.critic)):
+        # In PPO dropout is off unless it is asked for.
+        between = tuple(f"train {other}" for other in ("actor", "critic") if other != model.name)
+        yield from model.training_states(place, accumulates, between)
+        yield from model.training_activations(place, role, micro, seq, role.dropout or 0.0)
+        yield from model.gathered(place, f"train {model.name}")
+    kept = logits_training_bytes(actor_shape, micro * answer, element, held=True)
+    yield place.item("actor", "logits", kept, "train actor")
+    if config.data.unsupervised_sources:
+        yield from (
+            Item(item.model, "activations of the mixture", *_tail(item))
+            for item in actor.training_activations(
+                place, config.actor, micro, seq, config.actor.dropout or 0.0
+            )
+        )
+        mixture = logits_training_bytes(actor_shape, micro * seq, element)
+        yield place.item("actor", "logits of the mixture", mixture, "train actor")
+
+
+def _tail(item: Item) -> tuple[str, int, int]:
+    return item.phase, item.device_bytes, item.host_bytes
+
+
+def _generation(
+    config: RunConfig, actor: _Model, place: _Place, rows: int, seq: int
+) -> Iterable[Item]:
+    shape, element, hybrid = actor.shape, place.element, config.hybrid_engine
+    keeps_cache = hybrid.enabled and not hybrid.release_inference_cache
+    cache = kv_cache_bytes(shape, rows, seq, element)
+    yield place.item("actor", "KV cache", cache, ALWAYS if keeps_cache else "generate")
+    prompts = rows * config.ppo.max_prompt_length
+    working = working_bytes_per_token(shape, element) * prompts
+    # Choosing a token takes logits, weights and a cumulative sum in fp64.
+    choosing = (element + 16) * rows * shape.vocabulary
+    yield place.item("actor", "activations", max(working, choosing), "generate")
+    if not hybrid.enabled:
+        yield from actor.gathered(place, "generate")
+        return
+    lora = config.actor.lora
+    if actor.stage == 3 and actor.gathered(place, "generate"):
+        copied = shape.parameters_with("lm")
+    elif lora.rank:
+        copied = sum(layer.weights for layer in shape.lora_layers(lora.targets))
+    else:
+        copied = 0
+    if copied:
+        name = "hybrid engine's gathered copy"
+        yield place.item("actor", name, element * copied, "generate")

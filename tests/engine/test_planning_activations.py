@@ -1,0 +1,163 @@
+"""Bytes of activations against what autograd saves and what the allocator sees."""
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from engine.algorithms.language_modeling import causal_lm_loss
+from engine.algorithms.log_probs import entropy, token_log_probs
+from engine.planning import ModelShape, activations
+from engine.planning.activations import (
+    logits_scoring_bytes,
+    logits_training_bytes,
+    saved_bytes_per_token,
+)
+
+ROWS, LENGTH = 3, 24
+LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "ffn_dim": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 96,
+    "n_embd": 128,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "llama": {"model_type": "llama", **LLAMA},
+    "llama with attention dropout": {"model_type": "llama", **LLAMA, "attention_dropout": 0.1},
+    "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 32},
+    "gemma3": {"model_type": "gemma3_text", **LLAMA, "head_dim": 32},
+    "opt with dropout": OPT,
+    "opt": {**OPT, "dropout": 0.0},
+    "gpt2 with dropout": GPT2,
+    "gpt2": {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "activation_function": "gelu"},
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": 96,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": 96,
+        "hidden_size": 128,
+        "n_layer": 3,
+        "n_head": 4,
+    },
+}
+
+
+def saved_by_autograd(config: dict, layers: int, dtype: torch.dtype) -> int:
+    """Bytes that a training forward pass keeps, parameters left out."""
+    options = {**config, "n_layer" if "n_layer" in config else "num_hidden_layers": layers}
+    made = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=dtype).train()
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(3, 90, (ROWS, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert logits.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_block_keeps_what_autograd_saves(name, dtype):
+    config = CONFIGS[name]
+    one, three = (saved_by_autograd(config, layers, dtype) for layers in (1, 3))
+    measured = (three - one) / 2 / (ROWS * LENGTH)
+    planned = saved_bytes_per_token(
+        ModelShape.from_config(config), dtype.itemsize, LENGTH, on_cpu=True
+    )
+    assert planned == pytest.approx(measured, rel=0.03)
+
+
+def most_allocated(function) -> int:
+    """Most bytes that a function holds at once of what it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = recorded.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("pieces", [1, 4], ids=["one piece", "pieces"])
+def test_logits_take_what_the_losses_allocate(pieces, dtype, monkeypatch):
+    vocabulary, tokens = 512, 512
+    chunk = vocabulary * tokens // pieces
+    monkeypatch.setattr("engine.algorithms.log_probs._CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(activations, "_LOGITS_CHUNK", chunk)
+    shape = ModelShape.from_config({**CONFIGS["llama"], "vocab_size": vocabulary})
+    head = torch.zeros(vocabulary, 2, dtype=dtype, requires_grad=True)
+    head.grad = torch.zeros_like(head)
+    hidden, ids = torch.zeros(4, tokens // 4, 2, dtype=dtype), torch.zeros(4, tokens // 4).long()
+
+    def logits() -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, head)
+
+    def sft() -> None:
+        causal_lm_loss(logits(), ids)[0].backward()
+
+    def ppo() -> None:
+        kept = logits()
+        token_log_probs(kept[:, :-1], ids[:, 1:]).sum().backward()
+
+    def score() -> None:
+        with torch.no_grad():
+            actor, reference = logits(), logits()
+            token_log_probs(reference, ids)
+            del reference
+            entropy(actor)
+
+    def near(measured: int) -> object:
+        return pytest.approx(measured, rel=0.2)
+
+    element = dtype.itemsize
+    assert logits_training_bytes(shape, tokens, element) == near(most_allocated(sft))
+    assert logits_training_bytes(shape, tokens, element, held=True) == near(most_allocated(ppo))
+    assert logits_scoring_bytes(shape, tokens, element, with_reference=True) == near(
+        most_allocated(score)
+    )
