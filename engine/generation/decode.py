@@ -57,7 +57,7 @@ class ModuleDecoder:
         self.model = model
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._takes_positions = "position_ids" in parameters
+        self.takes_positions = "position_ids" in parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._views: tuple[KeyValueCache, Any] | None = None
 
@@ -73,7 +73,7 @@ class ModuleDecoder:
             layers = self.model.config.get_text_config().num_hidden_layers
             self._views = (cache, transformers_view(cache, layers))
         inputs: dict[str, Any] = {self._cache_name: self._views[1], **self._options}
-        if self._takes_positions:
+        if self.takes_positions:
             inputs["position_ids"] = positions
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **inputs

@@ -28,9 +28,9 @@ class UnsupportedModel(ValueError):
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Hold the whole parameters of a module that ZeRO-3 has sharded; a collective there."""
-    parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
+def gathered(*modules: nn.Module) -> Iterator[None]:
+    """Hold the whole parameters of modules that ZeRO-3 has sharded; a collective there."""
+    parameters = [p for module in modules for p in module.parameters() if hasattr(p, "ds_id")]
     if not parameters:
         yield
         return
@@ -40,7 +40,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def merged_weight(module: Any) -> Tensor:
+def effective_weight(module: Any) -> Tensor:
     """The weight of a layer with its active LoRA adapters added, as a new tensor; else its own.
 
     Raises:
@@ -97,7 +97,7 @@ class Packer:
 
     def linear(self, *modules: Any) -> Projection:
         """One projection for several linear layers with the same input, outputs side by side."""
-        weights = [merged_weight(module) for module in modules]
+        weights = [effective_weight(module) for module in modules]
         biases = [_bias(module) for module in modules]
         return self.project(weights, biases)
 
@@ -325,7 +325,7 @@ class PackedDecoder:
         )
         self.norm = self._optional(decoder.final_layer_norm, lambda m: _layer_norm(m, packer))
         with gathered(decoder.embed_positions):
-            self.positions = packer.tensor(merged_weight(decoder.embed_positions))
+            self.positions = packer.tensor(effective_weight(decoder.embed_positions))
         self.position_offset = decoder.embed_positions.offset
         self.rotary: Any = None
 
@@ -343,8 +343,8 @@ class PackedDecoder:
 
     def _read_embeddings(self, model: Any, packer: Packer) -> None:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        with gathered(embedding), gathered(head):
-            self.embedding = packer.tensor(merged_weight(embedding))
+        with gathered(embedding, head):
+            self.embedding = packer.tensor(effective_weight(embedding))
             self.head = packer.linear(head)
 
     @staticmethod
