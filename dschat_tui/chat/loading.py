@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dschat_tui.chat.paths import ModelPath, relatives
+from dschat_tui.chat.paths import ModelPath, find_model, relatives
 from dschat_tui.chat.session import Generator, Judge, Relatives, Session
 from dschat_tui.chat.settings import Settings
 from engine.config import load_config
@@ -85,7 +85,8 @@ def load_session(
 
     generators.setdefault(found.name, lambda: generator)
     for other in against:
-        generators[other] = loader(other, other)
+        place = find_model(other)
+        generators[other] = loader(other, place.location if place else resolve_model(other))
     if len(generators) == 1:
         generators = {}
     return Session(generator, settings, Relatives(generators, judge, divergence), system)
@@ -104,15 +105,14 @@ def _quiet() -> Iterator[None]:
 def _announce_hub(name: str) -> None:
     """Say what will be downloaded from the Hub, and how large it is, before it happens."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     _note(f"There is no folder {name}; looking for it on the Hugging Face Hub.")
     try:
         files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of whichever library stands between here and the Hub
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name} is neither a folder here nor reachable on the Hub ({reason}); check the "
             "spelling, or give a local folder."
