@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -138,7 +139,7 @@ def explained(path: str, what: str) -> Iterator[None]:
     """Turn transformers' long errors of loading into a `ModelError` with the way out."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         way_out = (
             "check that the folder is a complete Hugging Face checkpoint"

@@ -55,6 +55,8 @@ def test_cut_off_weights_are_incomplete(copy):
     for size in (0, 4, 40, len(whole) - 1):
         weights.write_bytes(whole[:size])
         assert missing_parts(copy) == ["model.safetensors"]
+    with pytest.raises(ModelError, match="complete Hugging Face checkpoint"):
+        load_causal_lm(str(copy), torch.float32)
 
 
 def test_sharded_weights_are_complete_with_every_file_of_the_index(copy):
