@@ -22,7 +22,7 @@ from engine.config import RunConfig, load_config
 from engine.config.layout import STEP_FOLDERS
 from engine.data.batches import PairCollator, PromptCollator, SftCollator
 from engine.data.phases import build_phase, eval_prompts
-from engine.generation.plain import generate
+from engine.generation.decode import build_decoder, decode
 from engine.generation.sampling import Generation, Sampling
 from engine.models.families import position_arguments
 from engine.models.folders import is_complete_model
@@ -174,11 +174,12 @@ def answer(
     )
     generator = torch.Generator(bench.device).manual_seed(bench.config.seed)
     size = bench.config.sft.eval_batch_size
+    decoder = build_decoder(model, size)
     for start in range(0, len(bench.prompts), size):
         rows = collate(bench.prompts[start : start + size])
         batch = {name: tensor.to(bench.device) for name, tensor in rows.items()}
-        generation = generate(
-            model, batch["input_ids"], batch["attention_mask"], sampling, generator
+        generation = decode(
+            decoder, batch["input_ids"], batch["attention_mask"], sampling, generator
         )
         texts = [
             tokenizer.decode(ids[:length], skip_special_tokens=True)

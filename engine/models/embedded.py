@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ def build(name: str, texts: Iterable[str] | None = None) -> Path:
     digest = hashlib.sha256("\0".join([_VERSION, name, *texts]).encode()).hexdigest()
     folder = cache_folder() / f"{name}-{digest[:16]}"
     if not is_complete_model(folder):
+        # What is there and not complete was damaged.
+        shutil.rmtree(folder, ignore_errors=True)
         _build(name, texts, folder)
     return folder
 
@@ -55,8 +58,7 @@ def _build(name: str, texts: list[str], folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_config(name, tokenizer), dtype=torch.float32)
-    # A folder that is there but not complete was damaged; a complete one is another process's.
-    with new_folder(folder, replace=not is_complete_model(folder)) as temporary:
+    with new_folder(folder, replace=False) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 

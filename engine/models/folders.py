@@ -61,13 +61,18 @@ def new_folder(folder: str | Path, replace: bool = True) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if not folder.exists():
-            temporary.rename(folder)
-        elif replace:
+        if replace and folder.exists():
             replaced = temporary.with_suffix(".old")
             folder.rename(replaced)
             temporary.rename(folder)
             shutil.rmtree(replaced)
+            return
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Another process was faster: a folder that is not empty cannot be renamed over.
+            if replace or not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -81,13 +86,12 @@ def cache_folder() -> Path:
     return folder
 
 
-def resolve_model(name: str, run_folder: str | Path | None = None) -> str:
+def resolve_model(name: str) -> str:
     """Path or Hub id of a model by the name that a configuration gives it.
 
     Args:
         name: `embedded:NAME` (built at its first use), a local folder, a model that was fetched
-            with `dschat models get`, a Hub id, or `sft` for what step 1 of the run made.
-        run_folder: folder of the run, which `sft` needs.
+            with `dschat models get`, or a Hub id.
 
     Raises:
         ModelError: no such folder or name, or a model that is not there yet.
@@ -95,15 +99,6 @@ def resolve_model(name: str, run_folder: str | Path | None = None) -> str:
     # Both are imported here because building and fetching stand on this module.
     from engine.models import catalogue, embedded
 
-    if name == "sft" and run_folder is not None:
-        folder = Path(run_folder) / "step1-sft" / "model"
-        missing = missing_parts(folder)
-        if missing:
-            raise ModelError(
-                f"the model of step 1 in {folder} lacks {', '.join(missing)}; run step 1, or name "
-                "a finished model with models.sft"
-            )
-        return str(folder)
     if name.startswith("embedded:"):
         return str(embedded.build(name.removeprefix("embedded:")))
     local = Path(name).expanduser()

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from engine.config import RunConfig
 from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.schema import StepConfig
 from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
-from engine.data.templates import HUMAN_ASSISTANT_CHAT_TEMPLATE
+from engine.data.templates import install_template
 from engine.distributed import rank, seed_everything, world_size
 from engine.models.load import load_tokenizer
 from engine.precision import dtype_name, resolve_dtype
@@ -60,6 +61,8 @@ class StepContext:
         """Prepare a step: its folder, its seeds, its report."""
         folder = run / STEP_FOLDERS[step]
         folder.mkdir(parents=True, exist_ok=True)
+        # Their bars share a line with text, and the log is for lines.
+        disable_progress_bar()
         events = cls._events_folder(config, folder) if config.logging.tensorboard else None
         report = Report(folder, None if events is None else events / "pipeline")
         dtype = resolve_dtype(config.dtype)
@@ -91,8 +94,7 @@ class StepContext:
             trust_remote_code=self.config.models.trust_remote_code,
             end_of_conversation_token=data.end_of_conversation_token,
         )
-        if data.template == "human_assistant":
-            tokenizer.chat_template = HUMAN_ASSISTANT_CHAT_TEMPLATE
+        install_template(tokenizer, data.template)
         return tokenizer
 
     def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: StepName) -> PhaseData:

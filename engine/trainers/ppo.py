@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,8 +23,8 @@ from engine.algorithms.rewards import shape_scores, token_rewards
 from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, row_lengths
 from engine.data.phases import unsupervised_rows
 from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
-from engine.generation.plain import generate
-from engine.generation.sampling import Sampling
+from engine.generation.hybrid import HybridEngine
+from engine.generation.sampling import Generation, Sampling
 from engine.models.save import save_model
 from engine.planning.flops import (
     forward_flops,
@@ -42,6 +42,15 @@ _RANK_SEED_STRIDE = 1_000_003
 _REWARD_EMA_DECAY = 0.9
 # Rollout batches answered before training to find the mean and deviation of the scores.
 _NORMALIZATION_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class GenerationCost:
+    """What the answers of a rollout batch took on this rank; a pass reads all weights once."""
+
+    seconds: float
+    flops: float
+    passes: int
 
 
 @dataclass
@@ -85,6 +94,8 @@ class PPOTrainer:
         own_seed = config.seed + _RANK_SEED_STRIDE * rank()
         self.sampler = torch.Generator(device()).manual_seed(own_seed)
         self.shuffler = torch.Generator().manual_seed(own_seed)
+        self.hybrid = HybridEngine(self.engine.actor, config.hybrid_engine)
+        self._told_hybrid_engine = False
         self.unsupervised = self._unsupervised_batches()
 
         # 3. What adapts while training.
@@ -123,15 +134,7 @@ class PPOTrainer:
         started = time.perf_counter()
 
         # 1. Answers and their scores.
-        parts, generate_s, generate_flops, passes = [], 0.0, 0.0, 0
-        for prompts, mask in self.prompt_batches(rows):
-            part, seconds = self.generate_experience(prompts, mask)
-            parts.append(part)
-            generate_s += seconds
-            width = part.mask.shape[1]
-            passes += width
-            generate_flops += generation_flops(self.engine.actor_shape, *prompts.shape, width)
-        experience = Experience.concatenate(parts, self.tokenizer.pad_token_id)
+        experience, cost = self.generate_experience(self.prompt_batches(rows))
 
         # 2. What the update moves towards.
         experience = self.add_targets(experience)
@@ -145,63 +148,88 @@ class PPOTrainer:
 
         # 4. The report.
         e2e_s = time.perf_counter() - started
-        times = {"e2e_s": e2e_s, "generate_s": generate_s, "train_s": train_s}
-        self.report(step, epoch, experience, stats, times, generate_flops, passes)
+        times = {"e2e_s": e2e_s, "generate_s": cost.seconds, "train_s": train_s}
+        self.report(step, epoch, experience, stats, times, cost)
 
-    def prompt_batches(self, rows: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def prompt_batches(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
         """This rank's prompts of a global batch, left padded, a generation batch at a time."""
         size = self.options.generation_batch_size or len(rows) // world_size()
+        batches = []
         for cut in self.batches.local_micro_batches(rows, rank(), world_size(), size):
             batch = self.collate([self.data.train[row] for row in cut])
-            yield batch["input_ids"].to(device()), batch["attention_mask"].to(device())
+            batches.append((batch["input_ids"].to(device()), batch["attention_mask"].to(device())))
+        return batches
 
     def generate_experience(
-        self, prompts: Tensor, attention_mask: Tensor
-    ) -> tuple[Experience, float]:
+        self, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Experience, GenerationCost]:
         """Answer prompts and compute what PPO needs to know of the answers.
 
         Args:
-            prompts: left padded, `(batch, prompt)`.
-            attention_mask: `(batch, prompt)`.
+            batches: prompts, left padded, `(batch, prompt)`, each with its attention mask.
 
         Returns:
-            the experience and the seconds that generation took.
+            the experience of all batches together, and what generation took.
         """
-        engine = self.engine
-        with engine.evaluation():
-            started = time.perf_counter()
-            generation = generate(
-                engine.actor.module, prompts, attention_mask, self.sampling, self.sampler
+        # 1. The answers, with the actor laid out for generation where the hybrid engine is on.
+        started = time.perf_counter()
+        with self.hybrid.rollout():
+            generations = [
+                self.hybrid.generate(prompts, mask, self.sampling, self.sampler)
+                for prompts, mask in batches
+            ]
+        seconds = time.perf_counter() - started
+        self._tell_hybrid_engine()
+        widths = [generation.answers.shape[1] for generation in generations]
+        flops = sum(
+            generation_flops(self.engine.actor_shape, *prompts.shape, width)
+            for (prompts, _), width in zip(batches, widths, strict=True)
+        )
+
+        # 2. What the four models say of them.
+        with self.engine.evaluation():
+            parts = [
+                self._experience(prompts, mask, generation)
+                for (prompts, mask), generation in zip(batches, generations, strict=True)
+            ]
+        experience = Experience.concatenate(parts, self.tokenizer.pad_token_id)
+        return experience, GenerationCost(seconds, flops, sum(widths))
+
+    @torch.no_grad()
+    def _experience(
+        self, prompts: Tensor, attention_mask: Tensor, generation: Generation
+    ) -> Experience:
+        engine, temperature = self.engine, self.options.temperature
+        answers, width = generation.answers, generation.answers.shape[1]
+        mask = length_mask(generation.lengths, width)
+        ids = torch.cat((prompts, answers), dim=1)
+        full_mask = torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1)
+        logits = engine.answer_logits(engine.actor, ids, full_mask, width)
+        return Experience(
+            ids=ids,
+            attention_mask=full_mask,
+            mask=mask,
+            log_probs=token_log_probs(logits, answers, temperature),
+            ref_log_probs=engine.ref_log_probs(ids, full_mask, answers),
+            values=engine.values(ids, full_mask, width),
+            entropies=entropy(logits, temperature),
+            scores=engine.scores(ids, full_mask),
+            ended=ended_with_eos(answers, self.sampling.eos_ids),
+        )
+
+    def _tell_hybrid_engine(self) -> None:
+        """Say in the log, once, why the hybrid engine switched itself off."""
+        if self.hybrid.off_reason is not None and not self._told_hybrid_engine:
+            self._told_hybrid_engine = True
+            self.context.report.warning(
+                f"the hybrid engine switched itself off: {self.hybrid.off_reason}"
             )
-            seconds = time.perf_counter() - started
-            answers, width = generation.answers, generation.answers.shape[1]
-            mask = length_mask(generation.lengths, width)
-            ids = torch.cat((prompts, answers), dim=1)
-            full_mask = torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1)
-            with torch.no_grad():
-                logits = engine.answer_logits(engine.actor, ids, full_mask, width)
-                experience = Experience(
-                    ids=ids,
-                    attention_mask=full_mask,
-                    mask=mask,
-                    log_probs=token_log_probs(logits, answers, self.options.temperature),
-                    ref_log_probs=engine.ref_log_probs(ids, full_mask, answers),
-                    values=engine.values(ids, full_mask, width),
-                    entropies=entropy(logits, self.options.temperature),
-                    scores=engine.scores(ids, full_mask),
-                    ended=ended_with_eos(answers, self.sampling.eos_ids),
-                )
-        return experience, seconds
 
     def measure_scores(self) -> tuple[float, float]:
         """Mean and deviation of the scores of the unchanged actor's answers, over all ranks."""
         self.context.report.phase("measuring scores of the SFT model")
         batches = self.batches.epoch(0)[:_NORMALIZATION_BATCHES]
-        scores = [
-            self.generate_experience(prompts, mask)[0].scores
-            for rows in batches
-            for prompts, mask in self.prompt_batches(rows)
-        ]
+        scores = [self.generate_experience(self.prompt_batches(rows))[0].scores for rows in batches]
         flat = torch.cat(scores)
         mean, variance = masked_moments(flat, torch.ones_like(flat, dtype=torch.bool))
         std = max(math.sqrt(variance), 1e-6)
@@ -358,8 +386,7 @@ class PPOTrainer:
         experience: Experience,
         stats: UpdateStats,
         times: dict[str, float],
-        generate_flops: float,
-        passes: int,
+        cost: GenerationCost,
     ) -> None:
         """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
         report, engine, options = self.context.report, self.engine, self.options
@@ -399,9 +426,9 @@ class PPOTrainer:
         # Actor and reference, critic and reward model read each answer once.
         scoring = 2 * forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
         scoring += 2 * forward_flops(engine.critic_shape, *experience.ids.shape, head="score")
-        total_flops = generate_flops + own_flops + scoring
+        total_flops = cost.flops + own_flops + scoring
         element = torch.finfo(self.context.dtype).bits // 8
-        moved = weight_bytes_read_per_token(engine.actor_shape, element) * passes
+        moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
         lines = training_log.PPOStep(
             epoch=epoch,
             step=step,
@@ -412,7 +439,7 @@ class PPOTrainer:
             reward=reward,
             reward_ema=self.reward_ema,
             tflops=total_flops / times["e2e_s"] / 1e12,
-            generate_tflops=generate_flops / times["generate_s"] / 1e12,
+            generate_tflops=cost.flops / times["generate_s"] / 1e12,
             train_tflops=own_flops / times["train_s"] / 1e12,
             batch_size=int(count),
             sequence_length=sequence,

@@ -72,7 +72,7 @@ class RewardTrainer:
             resize_for(model.model, self.tokenizer)
         self.shape = ModelShape.from_config(model.config.to_dict())
         if config.critic.gradient_checkpointing:
-            model.model.gradient_checkpointing_enable()
+            model.model.activation_checkpointing_enable()
         if config.critic.lora.rank:
             model = add_lora(model, config.critic.lora)
             report.note(describe_lora(model))

@@ -52,7 +52,7 @@ class RLHFEngine:
         actor = self._load_actor(config.actor)
         self.actor_shape = ModelShape.from_config(actor.config.to_dict())
         if config.actor.gradient_checkpointing:
-            actor.gradient_checkpointing_enable()
+            actor.activation_checkpointing_enable()
         if config.actor.lora.rank:
             actor = add_lora(actor, config.actor.lora)
             report.note(f"actor {describe_lora(actor)}")
@@ -70,7 +70,7 @@ class RLHFEngine:
         critic = self._load_critic(config.critic)
         self.critic_shape = ModelShape.from_config(critic.config.to_dict())
         if config.critic.gradient_checkpointing:
-            critic.model.gradient_checkpointing_enable()
+            critic.model.activation_checkpointing_enable()
         if config.critic.lora.rank:
             critic = add_lora(critic, config.critic.lora)
             report.note(f"critic {describe_lora(critic)}")

@@ -68,7 +68,7 @@ class SFTTrainer:
             resize_for(model, self.tokenizer)
         self.shape = ModelShape.from_config(model.config.to_dict())
         if config.actor.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         if config.actor.lora.rank:
             model = add_lora(model, config.actor.lora)
             report.note(describe_lora(model))

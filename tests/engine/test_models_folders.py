@@ -114,10 +114,22 @@ def test_names_of_models(copy, tmp_path):
         resolve_model("smollm2-135m")
     with pytest.raises(ModelError, match="embedded:tiny-llama"):
         resolve_model("embedded:nothing")
-    with pytest.raises(ModelError, match="run step 1"):
-        resolve_model("sft", tmp_path)
-    shutil.copytree(copy, tmp_path / "step1-sft" / "model")
-    assert resolve_model("sft", tmp_path) == str(tmp_path / "step1-sft" / "model")
+
+
+def test_processes_that_build_a_folder_at_once_end_with_one_whole_folder(tmp_path):
+    script = (
+        "import sys, time\n"
+        "from engine.models.folders import new_folder\n"
+        "with new_folder(sys.argv[1], replace=False) as folder:\n"
+        "    (folder / 'part').write_text('whole')\n"
+        "    time.sleep(0.2)\n"
+    )
+    target = tmp_path / "model"
+    command = [sys.executable, "-c", script, str(target)]
+    builders = [subprocess.Popen(command) for _ in range(4)]
+    assert [builder.wait(timeout=60) for builder in builders] == [0] * 4
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (target / "part").read_text() == "whole"
 
 
 def test_a_hub_id_without_network_says_what_to_do(monkeypatch):
