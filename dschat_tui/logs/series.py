@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,6 +98,19 @@ class Series:
         self._step = self._step[::2]
         self._offset = self._offset[::2]
         self._width *= 2
+
+    def forget_from(self, step: float) -> None:
+        """Drop the buckets that begin at `step` or later: a resumed run tells them again."""
+        kept = bisect_left(self._step, step)
+        for column in (self._low, self._high, self._sum, self._count, self._step, self._offset):
+            del column[kept:]
+        del self._nonfinite[kept:]
+        self._in_last_bucket = self._width
+        self.version += 1
+        self.total = min(self.total, kept * self._width)
+        self.minimum = min(self._low, default=math.inf)
+        self.maximum = max(self._high, default=-math.inf)
+        self.nonfinite = min(self.nonfinite, sum(self._nonfinite) * self._width)
 
     def columns(
         self, count: int, first_step: float = -math.inf, last_step: float = math.inf

@@ -1,0 +1,159 @@
+"""A thread that reads logs and rollouts, and a queue of what it found, for the screen to drain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from dschat_tui.logs.follow import Batch, Follower
+from dschat_tui.logs.model import LogModel
+from dschat_tui.logs.parse import LogParser, Update
+from dschat_tui.logs.rollouts import Row, parse_rows
+
+POLL_SECONDS = 0.05
+RETRY_SECONDS = 1.0
+# how often a log that does not grow is looked at, at most
+IDLE_POLLS = 10
+
+
+@dataclass(frozen=True)
+class History:
+    """A log as it was when it was first read whole; `changed` is when it last grew (epoch)."""
+
+    key: str
+    model: LogModel
+    changed: float
+
+
+@dataclass(frozen=True)
+class News:
+    """What came to a log since."""
+
+    key: str
+    update: Update
+    changed: float
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Answers that were written into rollouts.jsonl; `restarted`: those before count no more."""
+
+    rows: list[Row]
+    restarted: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that cannot be read, and why."""
+
+    key: str
+    text: str
+
+
+Message = History | News | NewRows | Problem
+
+
+class Feed(threading.Thread):
+    """Follows the logs of a run: of each its history at once, then what comes, as it comes."""
+
+    def __init__(self, logs: Mapping[str, Path], rollouts: Path | None = None) -> None:
+        super().__init__(name="dschat-feed", daemon=True)
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._logs = [_FollowedLog(key, path) for key, path in logs.items()]
+        self._rollouts = None if rollouts is None else Follower(rollouts)
+
+    def take(self) -> list[Message]:
+        """All messages that have come since the last call, in order."""
+        taken = []
+        try:
+            while True:
+                taken.append(self._messages.get_nowait())
+        except Empty:
+            return taken
+
+    def stop(self) -> None:
+        """Let the thread end; it looks for this 20 times a second."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Read until stopped."""
+        # the log that grew last is the one that is looked at
+        for log in sorted(self._logs, key=_FollowedLog.changed, reverse=True):
+            self._poll(log)
+        while not self._stopped.wait(POLL_SECONDS):
+            for log in self._logs:
+                if log.is_due():
+                    self._poll(log)
+            self._read_rollouts()
+
+    def _poll(self, log: _FollowedLog) -> None:
+        try:
+            message = log.read(self._stopped)
+        except OSError as error:
+            log.rest(RETRY_SECONDS)
+            self._messages.put(Problem(log.key, f"{log.path}: {error.strerror or error}"))
+            return
+        if message is not None:
+            self._messages.put(message)
+
+    def _read_rollouts(self) -> None:
+        if self._rollouts is None:
+            return
+        try:
+            batch = self._rollouts.read()
+        except OSError as error:
+            self._messages.put(Problem("rollouts", f"{self._rollouts.path}: {error.strerror}"))
+            self._rollouts = None
+            return
+        if batch.lines or batch.restarted:
+            self._messages.put(NewRows(parse_rows(batch), batch.restarted))
+
+
+class _FollowedLog:
+    def __init__(self, key: str, path: Path) -> None:
+        self.key = key
+        self.path = path
+        self._follower = Follower(path)
+        self._parser = LogParser()
+        self._has_history = False
+        self._next = 0.0
+        self._idle_polls = 0
+
+    def changed(self) -> float:
+        """When the file last grew, in seconds since the epoch; 0 where there is none."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def rest(self, seconds: float) -> None:
+        self._next = time.monotonic() + seconds
+
+    def read(self, stopped: threading.Event) -> History | News | None:
+        if not self._has_history:
+            model = self._read_history(stopped)
+            self._has_history = True
+            return History(self.key, model, self.changed())
+        batch = self._follower.read()
+        if batch.lines or batch.restarted:
+            self._idle_polls = 0
+            return News(self.key, self._parser.read(batch), time.time())
+        self._idle_polls = min(self._idle_polls + 1, IDLE_POLLS)
+        self.rest(self._idle_polls * POLL_SECONDS)
+        return None
+
+    def _read_history(self, stopped: threading.Event) -> LogModel:
+        model = LogModel()
+        batch = Batch(more=True)
+        while batch.more and not stopped.is_set():
+            batch = self._follower.read()
+            model.apply(self._parser.read(batch))
+        return model

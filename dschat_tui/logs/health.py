@@ -1,0 +1,369 @@
+"""What the numbers of a log suggest to look at, in plain words: pure functions over its series.
+
+Each verdict has its reading, the rule it was held against, and where the quantity is normally. None
+is a proof: "check this" means a person should look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from dschat_tui.logs.parse import Status
+from dschat_tui.logs.quantities import QUANTITIES
+from dschat_tui.logs.series import Series
+
+OK, NOTE, CHECK = "ok", "note", "check"
+
+# "now" is the mean of the last tenth, but of no fewer values than this
+RECENT_VALUES = 3
+COLUMNS = 40
+MIN_VALUES_OF_A_TREND = 10
+
+HIGHEST_KL = 20.0
+LOWEST_KL = -0.5
+RATIO_TOLERANCE = 0.1
+FIRST_RATIO_TOLERANCE = 0.01
+CLIP_FRACTIONS = (0.001, 0.4)
+LOWEST_EXPLAINED_VARIANCE = -0.2
+LARGEST_LENGTH_CHANGE = 0.5
+LOWEST_EOS_SHARE = 0.2
+HIGHEST_CLIPPED_SHARE = 0.3
+FLOOR_EVENTS = 3
+OVERFLOW_SHARE = 0.1
+GENERATION_SHARE = 0.85
+STALL_STEPS = 10
+STALL_SECONDS = 60.0
+PLATEAU_SPREADS = 0.25
+PLATEAU_VALUES = 40
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One thing looked at: `level` is ok, note or check."""
+
+    id: str
+    level: str
+    title: str
+    reading: str
+    rule: str
+    normal: str
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What verdicts rest on. `silent_s` is for how long nothing was written, None if it ended."""
+
+    series: Mapping[str, Series]
+    status: Status
+    silent_s: float | None = None
+
+
+def verdicts(vitals: Vitals) -> list[Verdict]:
+    """All verdicts that the log has the numbers for, those to check first."""
+    found = [verdict for rule in RULES if (verdict := rule(vitals)) is not None]
+    order = (CHECK, NOTE, OK)
+    return sorted(found, key=lambda verdict: order.index(verdict.level))
+
+
+def _means(series: Series | None) -> list[float]:
+    if series is None:
+        return []
+    return [c.mean for c in series.columns(COLUMNS) if not math.isnan(c.mean)]
+
+
+def _now(series: Series | None) -> float | None:
+    """The mean of the newest tenth of a quantity, or None where there is none yet."""
+    means = _means(series)
+    if series is None or not means:
+        return None
+    if len(series) <= COLUMNS:
+        means = means[-max(RECENT_VALUES, len(means) // 10) :]
+    else:
+        means = means[-max(1, len(means) // 10) :]
+    return sum(means) / len(means)
+
+
+def _halves(series: Series | None) -> tuple[float, float] | None:
+    """Means of the first and second half, or None before there are enough values."""
+    means = _means(series)
+    if len(means) < MIN_VALUES_OF_A_TREND:
+        return None
+    half = len(means) // 2
+    return sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
+
+
+def _normal(name: str) -> str:
+    return QUANTITIES[name].normal
+
+
+def _held(
+    name: str, title: str, reading: str, rule: str, holds: bool, normal: str | None = None
+) -> Verdict:
+    return Verdict(name, OK if holds else CHECK, title, reading, rule, normal or _normal(name))
+
+
+def not_finite(vitals: Vitals) -> Verdict | None:
+    """NaN or infinity in a quantity."""
+    bad = {name: s.nonfinite for name, s in vitals.series.items() if s.nonfinite}
+    if not vitals.series:
+        return None
+    told = ", ".join(f"{name} {count} times" for name, count in bad.items())
+    return Verdict(
+        "not_finite",
+        CHECK if bad else OK,
+        "NaN and infinity",
+        told or "none",
+        "no value is NaN or infinite",
+        "none; lower the learning rate, or use bf16",
+    )
+
+
+def loss_scale_floor(vitals: Vitals) -> Verdict | None:
+    """The fp16 loss scale at its least, where every step is skipped."""
+    count = vitals.status.counters.get("loss_scale_floor", 0)
+    if not count:
+        return None
+    return _held(
+        "loss_scale_floor",
+        "loss scale at its floor",
+        f"{count} times",
+        f"fewer than {FLOOR_EVENTS} times",
+        count < FLOOR_EVENTS,
+        "never; steps are skipped and nothing is learnt: stop, lower the learning rate or use bf16",
+    )
+
+
+def overflow_rate(vitals: Vitals) -> Verdict | None:
+    """How many steps overflowed."""
+    count, done = vitals.status.counters.get("overflow", 0), vitals.status.done
+    if not count:
+        return None
+    share = count / max(done, count)
+    return _held(
+        "overflow_rate",
+        "overflows",
+        f"{count} in {done} steps",
+        f"at most {OVERFLOW_SHARE:.0%} of the steps",
+        share <= OVERFLOW_SHARE or done < MIN_VALUES_OF_A_TREND,
+        "a few at the start of fp16, then one in some hundred steps",
+    )
+
+
+def kl_sign(vitals: Vitals) -> Verdict | None:
+    """A KL below zero: the actor's and the reference's probabilities do not belong together."""
+    kl = _now(vitals.series.get("kl"))
+    if kl is None:
+        return None
+    holds = LOWEST_KL <= kl <= HIGHEST_KL
+    rule = f"between {LOWEST_KL} and {HIGHEST_KL:g}"
+    return _held("kl", "KL to the reference", f"{kl:.4g} nats", rule, holds)
+
+
+def kl_trend(vitals: Vitals) -> Verdict | None:
+    """The KL running away: the second half far above the first."""
+    halves = _halves(vitals.series.get("kl"))
+    if halves is None:
+        return None
+    first, second = halves
+    holds = second < max(4 * first, HIGHEST_KL / 4)
+    reading = f"{first:.4g}, then {second:.4g}"
+    rule = f"the second half below 4 times the first, or below {HIGHEST_KL / 4:g}"
+    return _held("kl_trend", "KL trend", reading, rule, holds, _normal("kl"))
+
+
+def reward_hacking(vitals: Vitals) -> Verdict | None:
+    """Reward rising while the KL runs away: the reward model is being fooled."""
+    reward, kl = (_halves(vitals.series.get(name)) for name in ("reward", "kl"))
+    if reward is None or kl is None:
+        return None
+    hacks = reward[1] > reward[0] and kl[1] > HIGHEST_KL / 2 and kl[1] > 2 * kl[0]
+    return _held(
+        "reward_hacking",
+        "reward against KL",
+        f"reward {reward[0]:.3g} to {reward[1]:.3g}, KL {kl[0]:.3g} to {kl[1]:.3g}",
+        f"no rising reward while KL doubles beyond {HIGHEST_KL / 2:g}",
+        not hacks,
+        "both rise slowly; read the best answers, raise ppo.kl_coef",
+    )
+
+
+def first_ratio(vitals: Vitals) -> Verdict | None:
+    """The ratio before any update, which is 1 where sampling and training agree."""
+    ratio = _now(vitals.series.get("first_ratio_mean"))
+    if ratio is None:
+        return None
+    holds = abs(ratio - 1) <= FIRST_RATIO_TOLERANCE
+    rule = f"within {FIRST_RATIO_TOLERANCE} of 1"
+    return _held("first_ratio", "ratio of the first minibatch", f"{ratio:.4f}", rule, holds, "1")
+
+
+def ratio(vitals: Vitals) -> Verdict | None:
+    """The mean ratio of new to old probabilities."""
+    mean, largest = (_now(vitals.series.get(name)) for name in ("ratio_mean", "ratio_max"))
+    if mean is None:
+        return None
+    reading = f"{mean:.4g}" + ("" if largest is None else f", at most {largest:.4g}")
+    holds = abs(mean - 1) <= RATIO_TOLERANCE
+    return _held("ratio_mean", "ratio", reading, f"within {RATIO_TOLERANCE} of 1", holds)
+
+
+def clip_fraction(vitals: Vitals) -> Verdict | None:
+    """How much PPO's clip cuts."""
+    share = _now(vitals.series.get("clip_fraction"))
+    if share is None:
+        return None
+    low, high = CLIP_FRACTIONS
+    rule = f"between {low} and {high}"
+    return _held("clip_fraction", "clip fraction", f"{share:.3g}", rule, low <= share <= high)
+
+
+def explained_variance(vitals: Vitals) -> Verdict | None:
+    """Whether the critic foresees the returns."""
+    value = _now(vitals.series.get("explained_variance"))
+    if value is None:
+        return None
+    holds = value >= LOWEST_EXPLAINED_VARIANCE
+    rule = f"at least {LOWEST_EXPLAINED_VARIANCE}"
+    return _held("explained_variance", "critic", f"{value:.3g}", rule, holds)
+
+
+def answer_length(vitals: Vitals) -> Verdict | None:
+    """Answers that grow or shrink: a way to please the reward model without being better."""
+    halves = _halves(vitals.series.get("answer_length"))
+    if halves is None:
+        return None
+    first, second = halves
+    change = second / first - 1 if first else 0.0
+    return _held(
+        "answer_length",
+        "answer length",
+        f"{first:.3g}, then {second:.3g} tokens",
+        f"changes by less than {LARGEST_LENGTH_CHANGE:.0%}",
+        abs(change) < LARGEST_LENGTH_CHANGE,
+    )
+
+
+def eos_share(vitals: Vitals) -> Verdict | None:
+    """Answers that never end: cut off, or the end token was not learnt."""
+    share = _now(vitals.series.get("eos_share"))
+    if share is None:
+        return None
+    rule = f"at least {LOWEST_EOS_SHARE}"
+    return _held("eos_share", "answers that end", f"{share:.3g}", rule, share >= LOWEST_EOS_SHARE)
+
+
+def reward_at_clip(vitals: Vitals) -> Verdict | None:
+    """Rewards at their bound, where better and worse answers look the same."""
+    share = _now(vitals.series.get("reward_at_clip_share"))
+    if share is None:
+        return None
+    holds = share <= HIGHEST_CLIPPED_SHARE
+    rule = f"at most {HIGHEST_CLIPPED_SHARE}"
+    return _held("reward_at_clip_share", "rewards at their clip", f"{share:.3g}", rule, holds)
+
+
+def generation_share(vitals: Vitals) -> Verdict | None:
+    """How much of a step is generation."""
+    whole, part = (_now(vitals.series.get(name)) for name in ("e2e_s", "generate_s"))
+    if not whole or part is None:
+        return None
+    share = part / whole
+    return Verdict(
+        "generation_share",
+        OK if share <= GENERATION_SHARE else CHECK,
+        "time spent generating",
+        f"{share:.0%} of {whole:.3g} s",
+        f"at most {GENERATION_SHARE:.0%}",
+        "40 to 80 %; the hybrid engine (hybrid_engine.enabled) makes it less",
+    )
+
+
+def accuracy(vitals: Vitals) -> Verdict | None:
+    """Whether the reward model tells better from worse."""
+    series = vitals.series.get("eval_accuracy") or vitals.series.get("accuracy")
+    value = _now(series) if vitals.status.step == "reward" else None
+    if value is None:
+        return None
+    return _held("accuracy", "pairs told right", f"{value:.3g}", "above 0.55", value > 0.55)
+
+
+def margin(vitals: Vitals) -> Verdict | None:
+    """Whether chosen answers score above rejected ones."""
+    value = _now(vitals.series.get("eval_margin") or vitals.series.get("margin"))
+    if value is None:
+        return None
+    return _held("margin", "chosen minus rejected", f"{value:.3g}", "above 0", value > 0)
+
+
+def plateau(vitals: Vitals) -> Verdict | None:
+    """No progress in the second half: means of its quarters nearer than the noise."""
+    name = "reward" if vitals.status.step == "ppo" else "loss"
+    series = vitals.series.get(name)
+    if series is None or len(series) < PLATEAU_VALUES:
+        return None
+    means = _means(series)
+    half = means[len(means) // 2 :]
+    third, fourth = half[: len(half) // 2], half[len(half) // 2 :]
+    change = sum(fourth) / len(fourth) - sum(third) / len(third)
+    centre = sum(half) / len(half)
+    spread = math.sqrt(sum((x - centre) ** 2 for x in half) / len(half))
+    moves = spread > 0 and abs(change) > PLATEAU_SPREADS * spread
+    return Verdict(
+        "plateau",
+        OK if moves else NOTE,
+        f"progress of the {name}",
+        f"changed by {change:+.3g} over the last quarter",
+        f"by more than {PLATEAU_SPREADS} of its spread, {spread:.2g}",
+        "flat near the end is normal; flat from the start is not",
+    )
+
+
+def seconds_a_step(series: Mapping[str, Series]) -> float | None:
+    """The median time of a step as the log tells it, or None where it does not."""
+    for name in ("e2e_s", "latency_s"):
+        means = _means(series.get(name))
+        if means:
+            return median(means)
+    return None
+
+
+def stall(vitals: Vitals) -> Verdict | None:
+    """Nothing written for much longer than a step takes."""
+    if vitals.silent_s is None:
+        return None
+    step = seconds_a_step(vitals.series)
+    limit = max(STALL_SECONDS, STALL_STEPS * (step or 0.0))
+    waits = f"nothing written for {vitals.silent_s:.0f} s"
+    return Verdict(
+        "stall",
+        OK if vitals.silent_s <= limit else CHECK,
+        "signs of life",
+        waits if vitals.silent_s > limit else f"wrote {vitals.silent_s:.0f} s ago",
+        f"at most {STALL_STEPS} median steps or {STALL_SECONDS:.0f} s, here {limit:.0f} s",
+        "a line each step; long phases name themselves (loading, tokenising, compiling)",
+    )
+
+
+RULES: tuple[Callable[[Vitals], Verdict | None], ...] = (
+    not_finite,
+    loss_scale_floor,
+    overflow_rate,
+    stall,
+    kl_sign,
+    kl_trend,
+    reward_hacking,
+    first_ratio,
+    ratio,
+    clip_fraction,
+    explained_variance,
+    answer_length,
+    eos_share,
+    reward_at_clip,
+    accuracy,
+    margin,
+    plateau,
+    generation_share,
+)

@@ -1,0 +1,109 @@
+"""What each quantity of a log is called, what it means, and where it is normally."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Quantity(NamedTuple):
+    """A quantity of a log, under the name that metrics.jsonl has for it."""
+
+    name: str
+    title: str
+    unit: str
+    meaning: str
+    normal: str
+
+
+_TABLE = (
+    Quantity("loss", "loss", "", "Mean loss over the trained tokens or pairs.", "falling"),
+    Quantity("epoch_loss", "epoch mean", "", "Mean training loss of an epoch.", "falling"),
+    Quantity("eval_loss", "held out", "", "Loss on held-out rows.", "near the training loss"),
+    Quantity(
+        "ppl", "perplexity", "", "exp(loss) on held-out rows.", "falling; 5 to 20 on dialogue"
+    ),
+    Quantity("learning_rate", "learning rate", "", "Of the first parameter group.", "as scheduled"),
+    Quantity(
+        "gradient_norm", "gradient norm", "", "Norm before clipping.", "0.1 to 10, without spikes"
+    ),
+    Quantity(
+        "trained_token_share",
+        "trained tokens",
+        "",
+        "Share of the tokens that the loss is on.",
+        "0.2 to 0.8; near 0 little is learnt from",
+    ),
+    Quantity("tokens_per_s", "tokens/s", "/s", "Tokens a second over all devices.", "steady"),
+    Quantity("samples_per_s", "samples/s", "/s", "Samples a second.", "steady"),
+    Quantity(
+        "tflops", "TFLOPs", "", "Arithmetic done a second.", "30 to 60 % of the device's peak"
+    ),
+    Quantity("generate_tflops", "generation", "", "TFLOPs of generation.", "far below training's"),
+    Quantity("train_tflops", "training", "", "TFLOPs of training.", "30 to 60 % of the peak"),
+    Quantity("latency_s", "micro batch", "s", "Seconds a micro batch.", "steady"),
+    Quantity(
+        "accuracy",
+        "accuracy",
+        "",
+        "Share of pairs whose chosen answer scores higher.",
+        "0.6 to 0.75 on human preferences; 0.5 is chance",
+    ),
+    Quantity("eval_accuracy", "held out", "", "Accuracy on held-out pairs.", "0.6 to 0.75"),
+    Quantity(
+        "margin", "margin", "", "Chosen minus rejected score, mean over pairs.", "above 0, growing"
+    ),
+    Quantity("eval_margin", "held out", "", "Margin on held-out pairs.", "above 0, growing"),
+    Quantity("chosen", "chosen", "", "Mean score of chosen answers.", "above rejected"),
+    Quantity("rejected", "rejected", "", "Mean score of rejected answers.", "below chosen"),
+    Quantity("eval_chosen", "chosen", "", "Chosen scores, held out.", "above rejected"),
+    Quantity("eval_rejected", "rejected", "", "Rejected scores, held out.", "below chosen"),
+    Quantity("reward", "reward", "", "Mean reward of the answers.", "rising slowly"),
+    Quantity("reward_ema", "EMA", "", "Moving average of the reward.", "rising slowly"),
+    Quantity("score_mean", "score", "", "Reward model's score before shaping.", "rising slowly"),
+    Quantity("score_std", "score std", "", "Deviation of the scores.", "not shrinking to 0"),
+    Quantity(
+        "reward_at_clip_share",
+        "at the clip",
+        "",
+        "Share of answers whose reward is at its clip bound.",
+        "below 0.1",
+    ),
+    Quantity("actor_loss", "actor", "", "Clipped policy loss.", "near 0, either sign"),
+    Quantity("critic_loss", "critic", "", "Error of the value head.", "falling, then steady"),
+    Quantity("unsupervised_loss", "unsupervised", "", "Loss of the text mixture.", "steady"),
+    Quantity(
+        "kl", "KL", "nats", "Actor from reference, summed over an answer.", "0 to 10, rising slowly"
+    ),
+    Quantity("kl_coef", "KL weight", "", "Weight of the KL in the reward.", "0.01 to 0.2"),
+    Quantity("entropy", "entropy", "nats", "Of a token's distribution.", "falling slowly"),
+    Quantity("approx_kl", "update KL", "nats", "How far one step's updates move.", "below 0.05"),
+    Quantity("clip_fraction", "clipped", "", "Share of tokens that PPO clips.", "0.02 to 0.3"),
+    Quantity("value_clip_fraction", "value clipped", "", "Clipped values.", "below 0.5"),
+    Quantity("ratio_mean", "ratio", "", "New over old probability.", "0.9 to 1.1"),
+    Quantity("ratio_max", "ratio max", "", "The largest of them.", "below 10"),
+    Quantity(
+        "explained_variance",
+        "explained variance",
+        "",
+        "How much of the returns the critic foresees.",
+        "rising from 0 towards 1; below 0 it harms",
+    ),
+    Quantity("answer_length", "answer length", "tokens", "Mean of the answers.", "no drift"),
+    Quantity("eos_share", "ended", "", "Share of answers that end by themselves.", "above 0.5"),
+    Quantity("actor_gradient_norm", "actor gradient", "", "Norm.", "0.1 to 10"),
+    Quantity("critic_gradient_norm", "critic gradient", "", "Norm.", "0.1 to 10"),
+    Quantity("actor_learning_rate", "actor rate", "", "Learning rate.", "as scheduled"),
+    Quantity("critic_learning_rate", "critic rate", "", "Learning rate.", "as scheduled"),
+    Quantity("e2e_s", "step", "s", "Seconds a step.", "steady"),
+    Quantity("generate_s", "generate", "s", "Of these, generating answers.", "40 to 80 %"),
+    Quantity("train_s", "train", "s", "Of these, updating.", "15 to 50 %"),
+    Quantity("other_s", "other", "s", "Of these, scoring and the rest.", "below 30 %"),
+    Quantity("memory_gb", "memory", "GB", "Device memory.", "steady, below the device's"),
+)
+
+QUANTITIES = {quantity.name: quantity for quantity in _TABLE}
+
+
+def title(name: str) -> str:
+    """What a person reads for a quantity; names that nobody described are shown as they are."""
+    return QUANTITIES[name].title if name in QUANTITIES else name.replace("_", " ")

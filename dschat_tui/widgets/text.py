@@ -1,0 +1,114 @@
+"""Text of logs and models made harmless, numbers made short, and the glyphs of both alphabets."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
+# control characters, and what turns the direction of text or is not seen at all
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+_NOT_ASCII = re.compile(r"[^\x20-\x7e]")
+
+
+def clean(text: str, ascii_only: bool = False) -> str:
+    """One line of text without terminal escapes and control characters.
+
+    Of a line that carriage returns overwrite, the last text is taken, as a terminal would show it.
+    """
+    text = _ESCAPE.sub("", text).rstrip("\r\n")
+    if "\r" in text:
+        text = next((part for part in reversed(text.split("\r")) if part.strip()), "")
+    text = _INVISIBLE.sub("", text.expandtabs(4))
+    return _NOT_ASCII.sub("?", text) if ascii_only else text
+
+
+def short_number(value: float, width: int = 6) -> str:
+    """A number in at most `width` cells (of 6 or more), with as many digits as fit."""
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    for digits in (4, 3, 2, 1):
+        text = f"{value:.{digits}g}"
+        if "e" in text:
+            mantissa, exponent = text.split("e")
+            text = f"{mantissa}e{int(exponent)}"
+            if 1e3 <= abs(value) < 10 ** (width - (value < 0)):
+                text = f"{value:.0f}"
+        if len(text) <= width:
+            return text
+    return text[:width]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The signs that the screen draws with."""
+
+    done: str
+    running: str
+    pending: str
+    failed: str
+    stopped: str
+    arrow: str
+    dot: str
+    axis: str
+    tick: str
+    bad: str
+    above: str
+    below: str
+    cursor: str
+    parts: tuple[str, str, str]
+    lines: tuple[str, str, str]
+    check: str
+    cut: str
+
+
+UNICODE = Glyphs(
+    done="✓",
+    running="●",
+    pending="○",
+    failed="✗",
+    stopped="■",
+    arrow="→",
+    dot="·",
+    axis="│",
+    tick="┤",
+    bad="×",
+    above="↑",
+    below="↓",
+    cursor="│",
+    parts=("█", "▒", "░"),
+    lines=("━", "┄", "┈"),
+    check="▲",
+    cut="…",
+)
+ASCII = Glyphs(
+    done="+",
+    running=">",
+    pending=".",
+    failed="X",
+    stopped="#",
+    arrow="->",
+    dot="-",
+    axis="|",
+    tick="+",
+    bad="X",
+    above="^",
+    below="v",
+    cursor="|",
+    parts=("#", "=", "."),
+    lines=("*", "o", "+"),
+    check="!",
+    cut="~",
+)
