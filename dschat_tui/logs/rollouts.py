@@ -34,9 +34,10 @@ def parse_rows(batch: Batch) -> list[Row]:
     for line, offset in zip(batch.lines, batch.offsets, strict=True):
         record = _parse(line)
         if record is not None:
-            numbers = (_number(record.get(name)) for name in ("reward", "score", "kl"))
-            step, length = (int(_whole(record.get(name))) for name in ("step", "length"))
-            rows.append(Row(step, *numbers, length, record.get("ended") is True, offset))
+            reward, score, kl = (_number(record.get(name)) for name in ("reward", "score", "kl"))
+            step, length = (_whole(record.get(name)) for name in ("step", "length"))
+            ended = record.get("ended") is True
+            rows.append(Row(step, reward, score, kl, length, ended, offset))
     return rows
 
 
@@ -52,7 +53,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def _whole(value: Any) -> float:
+def _whole(value: Any) -> int:
     return value if isinstance(value, int) and abs(value) < 2**31 else 0
 
 

@@ -10,6 +10,8 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from dschat_tui.widgets.text import ASCII, UNICODE
+
 # a piece of a row: its text and the name of its style, one of `STYLES`
 Span = tuple[str, str]
 Row = list[Span]
@@ -25,7 +27,7 @@ def row_text(row: Iterable[Span]) -> str:
     return "".join(text for text, _ in row)
 
 
-def fit(row: Row, width: int, cut: str = "…") -> Row:
+def fit(row: Row, width: int, cut: str) -> Row:
     """A row of at most `width` cells; what is cut off ends with a sign."""
     if cell_len(row_text(row)) <= width:
         return row
@@ -67,6 +69,11 @@ class Rows(Widget):
         super().__init__(id=id, classes=classes)
         self._rows: list[Row] | None = None
         self._strips: dict[int, Strip] = {}
+
+    @property
+    def cut(self) -> str:
+        """The sign at the end of what is cut off."""
+        return (ASCII if self.app.has_class("-ascii") else UNICODE).cut
 
     def build(self, width: int, height: int) -> list[Row]:
         """What the widget shows at a size."""

@@ -1,0 +1,161 @@
+"""`dschat-tui`: the Textual app, its terminal, its signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from textual.app import App
+from textual.screen import Screen
+
+from dschat_tui import keys
+from dschat_tui.logs.source import Source, SourceError, find_source
+from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.run import RunScreen
+from dschat_tui.screens.runs import RunsScreen
+from dschat_tui.widgets.rows import row_text
+
+EXIT_REFUSED = 2
+# what shells give for a process that a signal ended
+EXIT_OF_SIGNAL = {signal.SIGTERM: 143, signal.SIGHUP: 129}
+ONCE_SECONDS = 120.0
+ONCE_POLL_SECONDS = 0.02
+
+
+class Dashboard(App[None]):
+    """The dashboard: opens on a source, or on the list of runs."""
+
+    TITLE = "dschat"
+    BINDINGS = keys.bindings("app")
+    ENABLE_COMMAND_PALETTE = False
+    # what is not known here stays as the terminal has it
+    CSS = """
+    Screen { scrollbar-size: 0 0; }
+    """
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        runs: Path | None = None,
+        ascii_only: bool = False,
+        speed: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.runs_folder = runs or Path("output")
+        self.ascii_only = ascii_only
+        self.speed = speed
+        self.set_class(ascii_only, "-ascii")
+
+    def on_mount(self) -> None:
+        """Open the first screen; end in an orderly way when told to from outside."""
+        loop = asyncio.get_running_loop()
+        for number, code in EXIT_OF_SIGNAL.items():
+            loop.add_signal_handler(number, self.leave_by_signal, code)
+        if self.source is None:
+            self.push_screen(RunsScreen(self.runs_folder))
+        else:
+            self.open_run(self.source)
+
+    def leave_by_signal(self, code: int) -> None:
+        """Give the terminal back and exit with the code of the signal."""
+        self.exit(return_code=code)
+
+    def open_run(self, source: Source) -> None:
+        """Show a run or a log."""
+        self.push_screen(RunScreen(source, self.ascii_only, self.speed))
+
+    def action_leave(self) -> None:
+        """Quit; with a run going, ask what becomes of it."""
+        screen = self.screen
+        if not isinstance(screen, RunScreen) or not screen.run_goes_on:
+            self.exit()
+            return
+        question = Question(
+            ["The run goes on. Leave it?"],
+            [
+                ("d", "detach: it goes on without this screen", "detach"),
+                ("s", "stop it, then leave", "stop"),
+                ("c", "cancel", ""),
+            ],
+        )
+        self.push_screen(question, self._leave_answered)
+
+    def _leave_answered(self, answer: str | None) -> None:
+        if answer == "stop" and isinstance(self.screen, RunScreen):
+            self.screen.ask_to_stop()
+        if answer:
+            self.exit()
+
+
+def has_terminal() -> bool:
+    """Whether there is a terminal to draw on (Textual draws on stderr) and to read keys from."""
+    dumb = os.environ.get("TERM", "") in ("", "dumb")
+    return sys.stdin.isatty() and sys.stderr.isatty() and not dumb
+
+
+def show(app: Dashboard) -> int:
+    """Run the app until it is left; the exit code."""
+    app.run()
+    return app.return_code or 0
+
+
+def screen_text(screen: Screen[Any]) -> str:
+    """What stands on a screen, as lines of text."""
+    strips = screen._compositor.render_strips()
+    rows = [row_text([(segment.text, "") for segment in strip]) for strip in strips]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+async def one_frame(app: Dashboard, width: int, height: int) -> str:
+    """The run screen as text, once everything that is there has been read; needs no terminal."""
+    app.no_color = True
+    async with app.run_test(size=(width, height)) as pilot:
+        screen = app.screen
+        assert isinstance(screen, RunScreen)
+        for _ in range(round(ONCE_SECONDS / ONCE_POLL_SECONDS)):
+            screen.drain()
+            if screen.has_all or screen.problem:
+                break
+            await asyncio.sleep(ONCE_POLL_SECONDS)
+        screen.tick()
+        await pilot.pause()
+        screen.draw()
+        await pilot.pause()
+        return screen_text(screen)
+
+
+def once(app: Dashboard) -> str:
+    """One frame, of the size that COLUMNS and LINES or the terminal tell, else 100 by 30."""
+    return asyncio.run(one_frame(app, *shutil.get_terminal_size((100, 30))))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    parser = argparse.ArgumentParser(
+        prog="dschat-tui", description="The dashboard: start, watch and compare runs."
+    )
+    parser.add_argument("path", nargs="?", type=Path, help="folder of a run, or a training.log")
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII alone")
+    arguments = parser.parse_args()
+    if not has_terminal():
+        print(
+            "dschat-tui: there is no terminal here. Use `dschat run` to train, and "
+            "`dschat monitor PATH --once` for one frame as text",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_REFUSED)
+    source = None
+    if arguments.path is not None:
+        try:
+            source = find_source(arguments.path)
+        except SourceError as error:
+            print(f"dschat-tui: {error}", file=sys.stderr)
+            sys.exit(EXIT_REFUSED)
+    sys.exit(show(Dashboard(source, ascii_only=arguments.ascii)))

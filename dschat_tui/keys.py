@@ -1,0 +1,82 @@
+"""Every key of the dashboard: one table for bindings, hints, help and a keymap by ids."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from textual.binding import Binding, BindingType
+
+
+class Key(NamedTuple):
+    """A key: where it works, its id, Textual's names of it, what it does, and how it is shown.
+
+    `hint` orders the keys in the row at the bottom, the lowest first; 0 stands in help alone.
+    """
+
+    scope: str
+    id: str
+    keys: str
+    action: str
+    description: str
+    display: str
+    hint: int = 0
+
+
+KEYS = (
+    Key("app", "app.quit", "q,ctrl+c", "leave", "quit", "q", 10),
+    Key("run", "run.back", "escape", "back", "back to the charts, or to the runs", "esc"),
+    Key("run", "run.step1", "1", "show_step(0)", "step 1", "1"),
+    Key("run", "run.step2", "2", "show_step(1)", "step 2", "2"),
+    Key("run", "run.step3", "3", "show_step(2)", "step 3", "3"),
+    Key("run", "run.latest", "0", "latest_step", "the step that runs", "0"),
+    Key("run", "run.charts", "c", "tab('charts')", "charts alone", "c"),
+    Key("run", "run.health", "h", "tab('health')", "health", "h"),
+    Key("run", "run.answers", "a", "tab('answers')", "answers", "a"),
+    Key("run", "run.log", "l", "tab('log')", "log", "l"),
+    Key("run", "run.events", "e", "tab('events')", "events", "e"),
+    Key("run", "run.system", "s", "tab('system')", "system", "s"),
+    Key("run", "run.next", "tab", "panel(1)", "panel", "tab", 30),
+    Key("run", "run.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
+    Key("run", "run.maximise", "m", "maximise", "maximise", "m", 31),
+    Key("run", "run.left", "left", "cursor(-1)", "cursor to the left", "left"),
+    Key("run", "run.right", "right", "cursor(1)", "cursor", "right", 40),
+    Key("run", "run.far_left", "shift+left", "cursor(-10)", "ten columns", "shift+left"),
+    Key("run", "run.far_right", "shift+right", "cursor(10)", "ten columns", "shift+right"),
+    Key("run", "run.jump", "j", "jump", "line in log", "j", 41),
+    Key("run", "run.zoom_in", "plus,equals_sign", "zoom(0.5)", "zoom", "+", 42),
+    Key("run", "run.zoom_out", "minus", "zoom(2.0)", "zoom out", "-"),
+    Key("run", "run.smooth", "o", "smooth", "smoothing", "o", 43),
+    Key("run", "run.log_scale", "g", "log_scale", "log scale", "g", 44),
+    Key("run", "run.markers", "b", "markers", "braille, blocks or ASCII", "b"),
+    Key("run", "run.pause", "p", "pause", "pause", "p", 45),
+    Key("run", "run.stop", "x", "stop", "stop", "x", 11),
+    Key("run", "run.search", "slash", "search", "search", "/", 32),
+    Key("run", "run.next_found", "n", "found(1)", "next that was found", "n"),
+    Key("run", "run.previous_found", "N", "found(-1)", "previous that was found", "N"),
+    Key("run", "run.follow", "f", "follow", "follow the end of the log", "f"),
+    Key("run", "run.sort", "r", "sort", "sort the answers another way", "r"),
+    Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
+    Key("list", "list.down", "down", "line(1)", "down", "down"),
+    Key("list", "list.page_up", "pageup", "page(-1)", "a page up", "pgup"),
+    Key("list", "list.page_down", "pagedown,space", "page(1)", "a page down", "pgdn"),
+    Key("list", "list.first", "home", "first", "first", "home"),
+    Key("list", "list.last", "end,G", "last", "last", "end"),
+    Key("list", "list.shift_left", "left_square_bracket", "shift(-1)", "look left", "["),
+    Key("list", "list.shift_right", "right_square_bracket", "shift(1)", "look right", "]"),
+    Key("list", "list.pick", "enter", "pick", "open", "enter"),
+)
+
+
+def bindings(scope: str) -> list[BindingType]:
+    """Textual's bindings of one scope."""
+    return [
+        Binding(key.keys, key.action, key.description, show=False, id=key.id, priority=False)
+        for key in KEYS
+        if key.scope == scope
+    ]
+
+
+def hints(*scopes: str) -> list[tuple[str, str]]:
+    """Keys and what they do, the most useful first: for the row at the bottom."""
+    shown = sorted((k for k in KEYS if k.hint and k.scope in scopes), key=lambda key: key.hint)
+    return [(key.display, key.description) for key in shown]
