@@ -44,6 +44,11 @@ _QUANTIZED_FROM = 500_000
 _QUANTIZATION_GROUP = 8_000
 # A CUDA context with the kernels of torch and of cuBLAS, and NCCL's buffers.
 _CUDA_CONTEXT = 700 * 2**20
+# Families of engine.generation.packed, and which of their layers it joins into copies.
+_PACKED_FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+_FUSED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+# What loading and the first step leave in the heap of a process on a CPU, as measured.
+_CPU_HEAP = 48 * 2**20
 
 ALWAYS = "always"
 
@@ -93,8 +98,10 @@ class StepPlan:
         """
         kept: dict[str, set[str]] = {}
         for phase in self.phases():
-            kept.setdefault(phase.split()[-1], {ALWAYS}).add(phase)
-        return max(self._total(together)[1] for together in kept.values())
+            verb, _, model = phase.partition(" ")
+            together = model if verb in ("train", "reduce", "update") else phase
+            kept.setdefault(together, {ALWAYS}).add(phase)
+        return max(self._total(phases)[1] for phases in kept.values())
 
     def _total(self, phases: set[str]) -> tuple[int, int]:
         """Bytes of the items of some phases; an item of several counts once."""
@@ -180,16 +187,18 @@ class _Model:
         cls, name: str, shape: ModelShape, head: Head, role: RoleConfig, mixz: bool = False
     ) -> _Model:
         base = shape.parameters_with(head)
-        adapters = shape.lora_parameters(role.lora.rank, role.lora.targets)
-        if not (role.lora.only and role.lora.rank):
-            return cls(name, shape, head, role.zero_stage, role.offload, base + adapters, 0)
-        trained_head = shape.head_inputs if head == "score" else 0
-        frozen = base - trained_head
-        quantized = _large_parameters(shape, head) if mixz and role.zero_stage == 3 else 0
-        return cls(
-            name, shape, head, role.zero_stage, role.offload, adapters + trained_head, frozen,
-            quantized,
-        )  # fmt: skip
+        trained = shape.lora_parameters(role.lora.rank, role.lora.targets)
+        frozen = quantized = 0
+        if role.lora.only and role.lora.rank:
+            # The score head trains all the same.
+            trained_head = shape.head_inputs if head == "score" else 0
+            trained, frozen = trained + trained_head, base - trained_head
+            if mixz and role.zero_stage == 3:
+                quantized = _large_parameters(shape, head)
+        else:
+            trained += base
+        stage, offload = role.zero_stage, role.offload
+        return cls(name, shape, head, stage, offload, trained, frozen, quantized)
 
     @classmethod
     def reading(cls, name: str, shape: ModelShape, head: Head, stage: int, offload: bool) -> _Model:
@@ -231,6 +240,9 @@ class _Model:
         trained, element, stage = self.trained, place.element, self.stage
         shard = trained / place.ranks if stage else trained
         train, reduce, update = (f"{verb} {self.name}" for verb in ("train", "reduce", "update"))
+        if stage == 0:
+            # Parameter by parameter, in what activations have left.
+            update = f"step {self.name}"
         item, name, host = place.item, self.name, self.offload
         items = []
         if stage or element == 2:
@@ -356,7 +368,7 @@ def _micro_batch(options: StepConfig, ranks: int) -> tuple[int, bool]:
 
 def _process(place: _Place) -> list[Item]:
     if place.device == "cpu":
-        return []
+        return [place.item("process", "heap and buffers of libraries", _CPU_HEAP)]
     return [place.item("process", "CUDA context", _CUDA_CONTEXT)]
 
 
@@ -483,13 +495,26 @@ def _generation(
     if not hybrid.enabled:
         yield from actor.gathered(place, "generate")
         return
-    lora = config.actor.lora
-    if actor.stage == 3 and actor.gathered(place, "generate"):
-        copied = shape.parameters_with("lm")
-    elif lora.rank:
-        copied = sum(layer.weights for layer in shape.lora_layers(lora.targets))
-    else:
-        copied = 0
+    copied = _generation_copy(actor, place, config.actor)
     if copied:
         name = "hybrid engine's gathered copy"
         yield place.item("actor", name, element * copied, "generate")
+
+
+def _generation_copy(actor: _Model, place: _Place, role: RoleConfig) -> int:
+    """Elements of the weights that the hybrid engine lays out anew for generation."""
+    shape, lora = actor.shape, role.lora
+    adapted = shape.lora_layers(lora.targets) if lora.rank else []
+    if shape.family not in _PACKED_FAMILIES:
+        whole = shape.parameters if actor.gathered(place, "generate") else 0
+        return whole + sum(layer.weights for layer in adapted)
+    if actor.stage == 3:
+        return shape.matmul_parameters + shape.embedding_parameters
+    if place.device == "cpu":
+        return shape.matmul_parameters
+    merged = {layer.name for layer in adapted}
+    return sum(
+        layer.weights
+        for layer in shape.linear_layers()
+        if layer.name in merged or layer.name.endswith(_FUSED_LAYERS)
+    )
