@@ -79,55 +79,71 @@ class Packer:
         dtype: the dtype of the weights.
         device: where they lie.
         rows: sequences that are decoded at once, on average.
-        copy: False refers to the model's own tensors where possible and costs no memory; True
-            makes a fused copy in the layout that is fastest for `rows`.
+        copy: False refers to the model's own tensors and costs no memory; True makes a fused copy
+            in the layout that is fastest for `rows`, where there is one.
+        sharded: the tensors vanish after reading, so what is kept must be copied.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, rows: int, copy: bool) -> None:
-        self.rows = rows
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, rows: int, copy: bool, sharded: bool
+    ) -> None:
         self.copy = copy
-        self.reordered = copy and device.type == "cpu" and torch.backends.mkldnn.is_available()
-        # Without 16-bit matrix units a CPU is several times faster in fp32, but for a single row.
-        widen = self.reordered and dtype != torch.float32 and not _native_on_cpu(dtype) and rows > 1
-        self.dtype = torch.float32 if widen else dtype
+        self._sharded = sharded
+        self.dtype = dtype
+        self._one_row = rows == 1
+        self._reordered = copy and device.type == "cpu" and torch.backends.mkldnn.is_available()
+        # A CPU without 16-bit matrix units is faster with fp32 activations. For one row the
+        # weights stay in 16 bits, as the time is that of reading them.
+        widen = self._reordered and dtype != torch.float32 and not _native_on_cpu(dtype)
+        self._half = (
+            widen and self._one_row and "fbgemm" in torch.backends.quantized.supported_engines
+        )
+        if widen and (self._half or not self._one_row):
+            self.dtype = torch.float32
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """A tensor that outlives the gathering, in the decoder's dtype."""
-        return tensor.detach().to(self.dtype, copy=self.copy)
+        return tensor.detach().to(self.dtype, copy=self._sharded)
 
     def linear(self, *modules: Any) -> Projection:
         """One projection for several linear layers with the same input, outputs side by side."""
         weights = [effective_weight(module) for module in modules]
         biases = [_bias(module) for module in modules]
-        return self.project(weights, biases)
-
-    def project(self, weights: list[Tensor], biases: list[Tensor | None]) -> Projection:
-        """As `linear`, from weights `(out, in)`."""
         if not self.copy:
             pairs = list(zip(weights, biases, strict=True))
             if len(pairs) == 1:
                 return lambda x: F.linear(x, *pairs[0])
             return lambda x: torch.cat([F.linear(x, w, b) for w, b in pairs], dim=-1)
-        weight = torch.cat([w.to(self.dtype) for w in weights])
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None
         if any(b is not None for b in biases):
-            bias = torch.cat(
-                [
-                    weight.new_zeros(len(w)) if b is None else b.to(self.dtype)
-                    for w, b in zip(weights, biases, strict=True)
-                ]
-            )
-        if not self.reordered or (self.rows == 1 and self.dtype != torch.float32):
-            return lambda x: F.linear(x, weight, bias)
-        if self.rows == 1:
+            full = [
+                w.new_zeros(len(w)) if b is None else b
+                for w, b in zip(weights, biases, strict=True)
+            ]
+            bias = torch.cat(full).to(self.dtype)
+        if self._half and _fits_half(weight):
+            packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+            return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed)
+        weight = weight.to(self.dtype)
+        if self._reordered and not self._one_row:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
+            pointwise = torch.ops.mkldnn._linear_pointwise
+            return lambda x: pointwise(x, packed, bias, "none", [], "")
+        if self._reordered and self.dtype == torch.float32:
             # One row: a vector times a matrix streams a transposed copy at memory speed.
             transposed = weight.t().contiguous()
             if bias is None:
                 return lambda x: x @ transposed
             return lambda x: (x @ transposed).add_(bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
-        pointwise = torch.ops.mkldnn._linear_pointwise
-        return lambda x: pointwise(x, packed, bias, "none", [], "")
+        if self._sharded and len(weights) == 1:
+            weight = weight.clone()
+        return lambda x: F.linear(x, weight, bias)
+
+
+def _fits_half(weight: Tensor) -> bool:
+    """bf16 has more range than fp16; weights beyond it would become infinite."""
+    return bool(weight.abs().max() < torch.finfo(torch.float16).max)
 
 
 def attend(
@@ -291,7 +307,7 @@ class PackedDecoder:
     Args:
         model: an OPT or Llama-shaped causal language model of transformers; `unsupported_reason`
             tells which. Its weights may be sharded by ZeRO-3 (all ranks must then build at once)
-            and carry LoRA adapters. Later changes of the model do not show if `copy` is set.
+            and carry LoRA adapters. They must not change while the decoder is in use.
         rows: sequences that are decoded at once, on average.
         copy: see `Packer`; needed for sharded weights.
 
@@ -304,7 +320,7 @@ class PackedDecoder:
         if reason is not None:
             raise UnsupportedModel(reason)
         first = next(model.parameters())
-        packer = Packer(first.dtype, first.device, rows, copy)
+        packer = Packer(first.dtype, first.device, rows, copy, hasattr(first, "ds_id"))
         self.dtype = packer.dtype
         self.device = first.device
         with torch.no_grad():
