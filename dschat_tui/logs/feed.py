@@ -8,16 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from dschat_tui.logs.follow import Batch, Follower
 from dschat_tui.logs.model import LogModel
-from dschat_tui.logs.parse import LogParser, Update
+from dschat_tui.logs.records import Update
 from dschat_tui.logs.rollouts import Row, parse_rows
+
+if TYPE_CHECKING:
+    from dschat_tui.logs.parse import LogParser
 
 POLL_SECONDS = 0.05
 RETRY_SECONDS = 1.0
 # how often a log that does not grow is looked at, at most
 IDLE_POLLS = 10
+# a log that has not grown for so long is done with the step whose lines came last
+FINISHED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,10 @@ class _FollowedLog:
         self.key = key
         self.path = path
         self._follower = Follower(path)
-        self._parser = LogParser()
-        self._has_history = False
+        self._parser: LogParser | None = None
         self._next = 0.0
         self._idle_polls = 0
+        self._is_finished = False
 
     def changed(self) -> float:
         """When the file last grew, in seconds since the epoch; 0 where there is none."""
@@ -138,22 +144,30 @@ class _FollowedLog:
         self._next = time.monotonic() + seconds
 
     def read(self, stopped: threading.Event) -> History | News | None:
-        if not self._has_history:
-            model = self._read_history(stopped)
-            self._has_history = True
-            return History(self.key, model, self.changed())
+        if self._parser is None:
+            return History(self.key, self._read_history(stopped), self.changed())
         batch = self._follower.read()
         if batch.lines or batch.restarted:
-            self._idle_polls = 0
+            self._idle_polls, self._is_finished = 0, False
             return News(self.key, self._parser.read(batch), time.time())
-        self._idle_polls = min(self._idle_polls + 1, IDLE_POLLS)
-        self.rest(self._idle_polls * POLL_SECONDS)
-        return None
+        self._idle_polls += 1
+        self.rest(min(self._idle_polls, IDLE_POLLS) * POLL_SECONDS)
+        if self._is_finished or time.time() - self.changed() < FINISHED_SECONDS:
+            return None
+        self._is_finished = True
+        return News(self.key, self._parser.finish(), self.changed())
 
     def _read_history(self, stopped: threading.Event) -> LogModel:
-        model = LogModel()
+        # here, not above: the grammar takes a moment to load, and the first picture comes first
+        from dschat_tui.logs.parse import LogParser
+
+        parser, model = LogParser(), LogModel()
         batch = Batch(more=True)
         while batch.more and not stopped.is_set():
             batch = self._follower.read()
-            model.apply(self._parser.read(batch))
+            model.apply(parser.read(batch))
+        self._is_finished = time.time() - self.changed() > FINISHED_SECONDS
+        if self._is_finished:
+            model.apply(parser.finish())
+        self._parser = parser
         return model

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from dschat_tui.logs.parse import Status
 from dschat_tui.logs.quantities import QUANTITIES
+from dschat_tui.logs.records import Status
 from dschat_tui.logs.series import Series
 
 OK, NOTE, CHECK = "ok", "note", "check"

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
-from dschat_tui.logs.parse import LINES_PER_MARK
+from dschat_tui.logs.records import LINES_PER_MARK
 
 LONGEST_SHOWN_BYTES = 4096
 _MARKS_A_BLOCK = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from dschat_tui.logs.parse import CUT, Event, Status, Update
+from dschat_tui.logs.records import Event, Status, Update
 from dschat_tui.logs.series import Series
 
 EVENTS_KEPT = 2000
@@ -29,16 +29,13 @@ class LogModel:
         self.version += 1
         if update.restarted:
             self._begin()
-        series = self.series
-        for name, value, step, offset in update.points:
-            if name in series:
-                series[name].append(value, step, offset)
-            elif name == CUT:
-                for one in series.values():
-                    one.forget_from(step)
-            else:
-                series[name] = Series()
-                series[name].append(value, step, offset)
+        if update.cut_from is not None:
+            for series in self.series.values():
+                series.forget_from(update.cut_from)
+        for name, points in update.points.items():
+            if name not in self.series:
+                self.series[name] = Series()
+            self.series[name].extend(points)
         self.events.extend(update.events)
         self.marks.extend(update.marks)
         self.status = update.status

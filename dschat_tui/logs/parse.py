@@ -1,19 +1,16 @@
-"""Lines of a log to points of named series, events and a status: immutable, for another thread."""
+"""Lines of a log to points of named series, events and a status."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.quantities import title
+from dschat_tui.logs.records import LINES_PER_MARK, Event, Point, Status, Update
 from engine import training_log
-
-LINES_PER_MARK = 64
-# in place of a series' name: from this step on, what came before is told again
-CUT = ""
 
 _TRAINING_BEGINS = training_log.running_training().removesuffix(" *****")
 _OWN_KINDS = ("note", "phase", "metrics")
@@ -22,46 +19,9 @@ _PPO_NAMES = (
     "reward", "reward_ema", "actor_loss", "critic_loss", "unsupervised_loss", "e2e_s",
     "generate_s", "train_s", "tflops", "generate_tflops", "train_tflops", "samples_per_s",
 )  # fmt: skip
+_TIMES = ("e2e_s", "generate_s", "train_s", "samples_per_s")
+_GREATEST = sys.float_info.max
 _NO_QUANTITIES = ("kind", "step", "offset", "total_steps")
-
-Point = tuple[str, float, float, int]
-
-
-class Event(NamedTuple):
-    """Something that happened: its kind, the text for a person, the byte of its line."""
-
-    kind: str
-    text: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a log says of its step as a whole, so far."""
-
-    step: str | None = None
-    state: str = "unknown"
-    returncode: int | None = None
-    cause: dict[str, str] | None = None
-    phase: str = ""
-    percent: int | None = None
-    done: int = 0
-    total: int = 0
-    model: str | None = None
-    counters: dict[str, int] = field(default_factory=dict)
-    lines: int = 0
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class Update:
-    """What some lines added: points in order, events, every 64th line's offset, the status."""
-
-    points: Sequence[Point]
-    events: Sequence[Event]
-    marks: Sequence[int]
-    status: Status
-    restarted: bool = False
 
 
 class LogParser:
@@ -76,7 +36,8 @@ class LogParser:
 
     def _begin(self) -> None:
         self._reader = training_log.LogReader()
-        self._points: list[Point] = []
+        self._points: defaultdict[str, list[Point]] = defaultdict(list)
+        self._cut_from: float | None = None
         self._events: list[Event] = []
         self._is_own = False
         self._held: list[dict[str, Any]] = []
@@ -115,14 +76,17 @@ class LogParser:
         """The update of what waits for a line that will not come: at the end of a finished log."""
         for record in self._reader.finish():
             self._read(record)
-        self._release_held(self._step + 1)
+        held, self._held = self._held, []
+        for record in held:
+            self._read_in_its_turn(record)
         return self._update([], False)
 
     def _update(self, marks: Sequence[int], restarted: bool) -> Update:
         self._count_events()
-        points, self._points = self._points, []
+        points, self._points = self._points, defaultdict(list)
         events, self._events = self._events, []
-        return Update(points, events, marks, self._status(), restarted)
+        cut_from, self._cut_from = self._cut_from, None
+        return Update(points, events, marks, self._status(), restarted, cut_from)
 
     def _status(self) -> Status:
         reader = self._reader
@@ -157,15 +121,10 @@ class LogParser:
         # our own logs tell the step in the line after these
         if self._is_own and kind in ("ppo", "throughput"):
             self._held.append(record)
-            return
-        if kind == "metrics":
+        elif kind == "metrics":
             self._read_metrics(record)
-        elif kind == "throughput":
-            self._read_throughput(record, record["index"])
-        elif kind == "ppo":
-            step = self._step_of(record["epoch"], record["step"])
-            if step is not None:
-                self._read_ppo(record, step)
+        elif kind in ("ppo", "throughput"):
+            self._read_in_its_turn(record)
         elif kind == "loss":
             self._read_loss(record)
         elif kind == "eval":
@@ -183,28 +142,23 @@ class LogParser:
     def _read_metrics(self, record: dict[str, Any]) -> None:
         step = record["step"]
         self._advance(step)
-        told = self._release_held(step)
-        self._total = record.get("total_steps") or self._total
-        for name, value in record.items():
-            if name not in _NO_QUANTITIES and name not in told and value is not None:
-                self._add(name, value, step, record)
-        if "other_s" not in told and record.get("e2e_s") is not None:
-            self._add_other(record, step)
-        self._phase, self._percent = "training", None
-
-    def _release_held(self, step: float) -> set[str]:
         held, self._held = self._held, []
-        before = len(self._points)
-        for record in held:
-            if record["kind"] == "ppo":
-                self._read_ppo(record, step)
-            else:
-                self._read_throughput(record, step)
-        return {point[0] for point in self._points[before:]}
+        for before in held:
+            # what both lines tell, the metrics tell with more digits
+            names = _PPO_NAMES if before["kind"] == "ppo" else _SPEEDS
+            self._add_all(before, [name for name in names if name not in record], step)
+            if "e2e_s" not in record:
+                self._add_other(before, step)
+        self._total = record.get("total_steps") or self._total
+        self._add_all(record, [name for name in record if name not in _NO_QUANTITIES], step)
+        self._add_other(record, step)
+        self._phase, self._percent = "training", None
 
     def _advance(self, step: int) -> None:
         if self._relaunched and step <= self._step:
-            self._points.append((CUT, math.nan, step, 0))
+            self._cut_from = step if self._cut_from is None else min(step, self._cut_from)
+            for name, points in self._points.items():
+                self._points[name] = [point for point in points if point[1] < step]
         self._relaunched = False
         self._step = step
 
@@ -220,36 +174,37 @@ class LogParser:
         self._advance(self._base + step)
         return self._base + step
 
+    def _read_in_its_turn(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "throughput":
+            self._read_throughput(record, record["index"])
+            return
+        step = self._step_of(record["epoch"], record["step"])
+        if step is not None:
+            self._read_ppo(record, step)
+
     def _read_throughput(self, record: dict[str, Any], step: float) -> None:
-        if not self._is_own:
-            self._step = max(self._step, int(step))
-            self._phase = "training"
-            latency = record["latency_s"]
-            if latency:
-                tokens = record["batch_size"] * record["sequence_length"] / latency
-                self._add("tokens_per_s", tokens, step, record)
-        for name in _SPEEDS:
-            self._add(name, record[name], step, record)
+        self._step = max(self._step, int(step))
+        self._phase = "training"
+        latency = record["latency_s"]
+        if latency:
+            tokens = record["batch_size"] * record["sequence_length"] / latency
+            self._add("tokens_per_s", tokens, step, record)
+        self._add_all(record, _SPEEDS, step)
 
     def _read_ppo(self, record: dict[str, Any], step: float) -> None:
         self._phase = "training"
         if self._untimed is not None:
             # the hybrid engine told the times of the step before only after it was given
             untimed, its_step = self._untimed
-            for name in ("e2e_s", "generate_s", "train_s", "samples_per_s"):
-                self._add(name, untimed.get(name), its_step, untimed)
+            self._add_all(untimed, _TIMES, its_step)
             self._add_other(untimed, its_step)
         self._untimed = (record, step) if record["e2e_s"] is None else None
-        for name in _PPO_NAMES:
-            value = record.get(name)
-            if value is not None:
-                self._add(name, value, step, record)
+        self._add_all(record, _PPO_NAMES, step)
         self._add_other(record, step)
 
     def _add_other(self, record: dict[str, Any], step: float) -> None:
-        times = [record.get(name) for name in ("e2e_s", "generate_s", "train_s")]
-        if None not in times:
-            whole, generate, train = (float(time or 0) for time in times)
+        whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
+        if whole is not None and generate is not None and train is not None:
             self._add("other_s", max(whole - generate - train, 0.0), step, record)
 
     def _read_loss(self, record: dict[str, Any]) -> None:
@@ -306,11 +261,16 @@ class LogParser:
             self._events.append(Event("evaluation", f"{when}: {text}", record.get("offset", 0)))
 
     def _add(self, name: str, value: float | None, step: float, record: dict[str, Any]) -> None:
-        if value is None:
-            return
-        offset = record.get("offset", 0)
-        self._points.append((name, value, step, offset))
-        if not math.isfinite(value) and name not in self._nonfinite:
-            self._nonfinite.add(name)
-            text = f"{title(name)} is {value} at step {step:g}"
-            self._events.append(Event("not_finite", text, offset))
+        self._add_all({name: value, "offset": record.get("offset", 0)}, (name,), step)
+
+    def _add_all(self, record: dict[str, Any], names: Iterable[str], step: float) -> None:
+        offset, points = record.get("offset", 0), self._points
+        for name in names:
+            value = record.get(name)
+            if value is None:
+                continue
+            points[name].append((value, step, offset))
+            if not -_GREATEST <= value <= _GREATEST and name not in self._nonfinite:
+                self._nonfinite.add(name)
+                text = f"{title(name)} is {value} at step {step:g}"
+                self._events.append(Event("not_finite", text, offset))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dschat_tui.logs.health import CHECK, NOTE, OK, Verdict
 from dschat_tui.logs.lines import LogLines
-from dschat_tui.logs.parse import Event
+from dschat_tui.logs.records import Event
 from dschat_tui.logs.rollouts import Rollouts
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.text import ASCII, Glyphs, clean, short_number
@@ -24,9 +24,9 @@ _EVENT_STYLES = {
 
 
 class VerdictRows:
-    """Verdicts, two rows each: reading, then rule and where it is normally."""
+    """Verdicts: the reading, then the rule and where it is normally, broken at a width."""
 
-    def __init__(self, verdicts: Sequence[Verdict], glyphs: Glyphs) -> None:
+    def __init__(self, verdicts: Sequence[Verdict], width: int, glyphs: Glyphs) -> None:
         self._rows: list[Row] = []
         signs = {
             OK: (glyphs.done, "good"),
@@ -42,7 +42,14 @@ class VerdictRows:
                     (verdict.title, "strong"),
                     (f": {verdict.reading}", "text"),
                 ],
-                [(f"    rule: {verdict.rule}; normally {verdict.normal}", "muted")],
+            ]
+            behind = f"rule: {verdict.rule}; normally {verdict.normal}"
+            indent = " " * 4
+            self._rows += [
+                [(line, "muted")]
+                for line in textwrap.wrap(
+                    behind, max(width, 20), initial_indent=indent, subsequent_indent=indent
+                )
             ]
         if not self._rows:
             self._rows = [[("no numbers to judge by yet", "muted")]]

@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.screen import Screen
-from textual.widgets import Input
 
 from dschat_tui import keys
 from dschat_tui.logs.feed import Feed, History, NewRows, News, Problem
@@ -38,7 +37,10 @@ from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.split import split_rows
 from dschat_tui.widgets.stepper import StepView, stepper_row
-from dschat_tui.widgets.text import ASCII, Glyphs, clean
+from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+
+if TYPE_CHECKING:
+    from textual.widgets import Input
 
 TICK_SECONDS = 0.25
 STATE_SECONDS = 1.0
@@ -69,21 +71,26 @@ class Panel(Chart):
         """Show a panel of a log."""
         self.title = spec.title
         if spec.is_split:
-            self.split_of = model
-            drawn = (model.version, id(model), self.size)
+            self.split_of, self.view = model, view
+            drawn = (model.version, id(model), self.size, view.glyphs)
             if drawn != self._drawn:
                 self._drawn = drawn
                 self.redraw()
             return
-        self.split_of, self._drawn = None, ()
+        if self.split_of is not None:
+            self.split_of, self._drawn, self._seen = None, (), ()
         self.show(spec.named(model.series), view)
 
     def build(self, width: int, height: int) -> list[Row]:
-        """The chart, or the bar."""
+        """The chart, or the bar; the title of the panel that keys act on is reversed."""
         if self.split_of is not None:
             glyphs = self.view.glyphs
-            return split_rows(self.title, self.split_of.series, width, height, glyphs)
-        return super().build(width, height)
+            rows = split_rows(self.title, self.split_of.series, width, height, glyphs)
+        else:
+            rows = super().build(width, height)
+        if self.has_class("-current") and rows and rows[0]:
+            rows[0] = [(rows[0][0][0], "chosen"), *rows[0][1:]]
+        return rows
 
 
 class RunScreen(Screen[None]):
@@ -100,6 +107,7 @@ class RunScreen(Screen[None]):
     ) -> None:
         super().__init__()
         self.source = source
+        self.ascii_only = ascii_only
         self.speed = speed
         self.feed: Feed | Replay = (
             Feed(source.logs, source.rollouts) if speed is None else Replay(source.logs, speed)
@@ -128,7 +136,7 @@ class RunScreen(Screen[None]):
     @property
     def glyphs(self) -> Glyphs:
         """The signs to draw with."""
-        return self.view.glyphs
+        return ASCII if self.ascii_only else UNICODE
 
     def compose(self) -> ComposeResult:
         """All widgets; what is not in sight is hidden by classes."""
@@ -148,7 +156,6 @@ class RunScreen(Screen[None]):
             yield LineList(id="log", follow=True).add_class("tab")
             yield LineList(id="events", follow=True).add_class("tab")
             yield Line(id="system", classes="tab")
-        yield Input(placeholder="search, then enter", id="search", compact=True)
         yield Line(id="keys")
 
     def on_mount(self) -> None:
@@ -298,7 +305,7 @@ class RunScreen(Screen[None]):
         cause = self._cause()
         self.set_class(cause is not None, "-failed")
         if cause is not None:
-            line, advice = (clean(str(cause[name]), self._ascii) for name in ("line", "advice"))
+            line, advice = (clean(str(cause[name]), self.ascii_only) for name in ("line", "advice"))
             self.query_one("#cause", Line).show(
                 [(f"{self.glyphs.failed} {cause['id']}: ", "bad"), (line, "text")],
                 [(f"  {advice}", "warn")],
@@ -308,13 +315,9 @@ class RunScreen(Screen[None]):
             hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
         self.query_one("#keys", Line).show(hints)
 
-    @property
-    def _ascii(self) -> bool:
-        return self.glyphs is ASCII
-
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
-        row: Row = [(f" {clean(_short_path(self.source.path), self._ascii)}", "strong")]
+        row: Row = [(f" {clean(_short_path(self.source.path), self.ascii_only)}", "strong")]
         state = (self.state or {}).get("state") or self._state_of(self.key)
         if self.speed is not None:
             state = f"replay {self.speed:g}x"
@@ -327,7 +330,7 @@ class RunScreen(Screen[None]):
         if self.is_paused:
             row.append((f"{dot}paused", "warn"))
         if self.problem:
-            row.append((dot + clean(self.problem, self._ascii), "bad"))
+            row.append((dot + clean(self.problem, self.ascii_only), "bad"))
         if not self.models:
             row.append((f"{dot}reading", "muted"))
         elif not model.status.lines:
@@ -355,8 +358,8 @@ class RunScreen(Screen[None]):
             done=status.done,
             total=status.total,
             remaining=remaining,
-            phase=clean(status.phase, self._ascii) + percent,
-            model=_model_of(status.model, self._ascii),
+            phase=clean(status.phase, self.ascii_only) + percent,
+            model=_model_of(status.model, self.ascii_only),
             is_shown=key == self.key,
         )
 
@@ -391,7 +394,8 @@ class RunScreen(Screen[None]):
         return moved(self.view, first_step=start, last_step=max(end, start + self.window))
 
     def _draw_health(self, model: LogModel) -> None:
-        self.query_one("#health", LineList).show(VerdictRows(self.verdicts, self.glyphs))
+        health = self.query_one("#health", LineList)
+        health.show(VerdictRows(self.verdicts, health.size.width, self.glyphs))
 
     def _draw_events(self, model: LogModel) -> None:
         if not model.events:
@@ -521,6 +525,7 @@ class RunScreen(Screen[None]):
     def _mark_panel(self) -> None:
         for index in range(PANEL_COUNT):
             self._panel(index).set_class(index == self.panel_index, "-current")
+            self._panel(index).redraw()
 
     def action_maximise(self) -> None:
         """Give the panel the whole place, or give it back."""
@@ -562,8 +567,8 @@ class RunScreen(Screen[None]):
         self._look(log_scale=not self.view.log_scale)
 
     def action_markers(self) -> None:
-        """The next kind of markers."""
-        names = list(MARKERS)
+        """The next kind of markers, where any but ASCII may be used."""
+        names = ["ascii"] if self.ascii_only else list(MARKERS)
         after = names.index(self.view.markers.name) + 1
         self._look(markers=MARKERS[names[after % len(names)]])
 
@@ -622,13 +627,17 @@ class RunScreen(Screen[None]):
         """Ask for what to look for: in the answers on their tab, else in the log."""
         if self.tab != "answers":
             self.action_tab("log")
+        # not composed with the rest: it takes long to load, and the first picture comes first
+        from textual.widgets import Input
+
         self.add_class("-searching")
-        search = self.query_one("#search", Input)
-        search.value = ""
+        search = Input(placeholder="search, then enter", id="search", compact=True)
+        self.mount(search, before="#keys")
         search.focus()
 
     def _end_search(self) -> None:
         self.remove_class("-searching")
+        self.query("#search").remove()
         self.action_tab(self.tab)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
@@ -686,7 +695,7 @@ class RunScreen(Screen[None]):
         else:
             question = Question(
                 [
-                    f"Stop {clean(_short_path(self.source.path), self._ascii)}?",
+                    f"Stop {clean(_short_path(self.source.path), self.ascii_only)}?",
                     "Its processes get 15 s to end; resuming goes on from the last checkpoint.",
                 ],
                 [("y", "stop the run", "stop"), ("n", "let it go on", "")],

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from dschat_tui.logs.series import Column, Series
-from dschat_tui.widgets.rows import Row, Rows, Span, fit
+from dschat_tui.widgets.rows import Row, Rows, Span, fit, row_text
 from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, short_number
 
 AXIS_CELLS = 7
@@ -206,6 +208,8 @@ class _Canvas:
             line = None if mean != mean or (is_log and mean <= 0) else pixel(mean)
             is_hidden = low > high or (is_log and high <= 0)
             top, bottom = (0, -1) if is_hidden else (pixel(high), pixel(low))
+            if is_log and low <= 0 < high:  # what has no logarithm is not called cut off
+                bottom = self.scale.pixels - 1
             points.append(_Point(self.x(step), top, bottom, line, bad))
         return points
 
@@ -338,33 +342,35 @@ def _with_axis(canvas: _Canvas, scale: _Scale, height: int, glyphs: Glyphs) -> l
 
 def _steps_row(first: float, last: float, width: int, view: View) -> Row:
     left, right = f"{first:.0f}", f"step {last:.0f}"
-    room = width - AXIS_CELLS
-    text = left + f"{right:>{max(room - len(left), 0)}}"
-    if len(text) > room:
-        text = f"{right:>{room}}"[:room]
-    return [(" " * AXIS_CELLS + text, "muted")]
+    room = width - AXIS_CELLS - len(right)
+    if view.cursor is not None:
+        cursor = f"at {view.cursor:.0f}"
+        return [(" " * AXIS_CELLS, "muted"), (f"{cursor:<{room}}", "strong"), (right, "muted")]
+    return [
+        (" " * AXIS_CELLS + (f"{left:<{room}}" if len(left) < room else " " * room), "muted"),
+        (right, "muted"),
+    ]
 
 
 def _title_row(
     title: str, named: Named, all_columns: Sequence[Sequence[Column]], width: int, view: View
 ) -> Row:
-    row: Row = [(title, "strong")]
-    if view.log_scale:
-        row.append((" log", "muted"))
-    if view.smoothing:
-        row.append((f" ~{view.smoothing:g}", "muted"))
+    tags = " log" * view.log_scale + f" ~{view.smoothing:g}" * bool(view.smoothing)
+    legend: Row = []
     for index, ((name, series), columns) in enumerate(zip(named, all_columns, strict=True)):
         if not len(series):
             continue
         value = series.last if view.cursor is None else _value_at(columns, view.cursor)
-        bad = not math.isfinite(value)
         sign = view.glyphs.lines[index % len(view.glyphs.lines)]
-        row.append((f"  {sign}", f"line{index % 3}"))
-        if name != title or len(named) > 1:
-            row.append((f" {name}", "muted"))
-        row.append((f" {short_number(value)}", "bad" if bad else "text"))
-    if view.cursor is not None:
-        row.append((f"  at step {view.cursor:.0f}", "muted"))
+        legend.append((f"  {sign}", f"line{index % 3}"))
+        if name.casefold() != title.casefold():
+            legend.append((f" {name}", "muted"))
+        legend.append((f" {short_number(value)}", "text" if math.isfinite(value) else "bad"))
+    row: Row = [(title, "strong"), (tags, "muted"), *legend]
+    if cell_len(row_text(row)) > width and len(named) > 1:
+        # the names of the quantities say what the title says
+        first = legend[0]
+        row = [(first[0].lstrip(), first[1]), *legend[1:], (tags, "muted")]
     return fit(row, width, view.glyphs.cut)
 
 
@@ -377,13 +383,11 @@ def _value_at(columns: Sequence[Column], step: float) -> float:
     return found
 
 
-class Chart(Rows, can_focus=True):
+class Chart(Rows):
     """A panel with the curves of some series; shows again only what changed."""
 
-    ALLOW_MAXIMIZE = True
     DEFAULT_CSS = """
     Chart { height: 1fr; width: 1fr; }
-    Chart:focus .rows--strong { text-style: bold reverse; }
     """
 
     def __init__(self, title: str, *, id: str | None = None) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from rich.style import Style
+from textual.color import Color
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -16,10 +19,39 @@ from dschat_tui.widgets.text import ASCII, UNICODE
 Span = tuple[str, str]
 Row = list[Span]
 
-STYLES = (
-    "text", "muted", "strong", "good", "warn", "bad", "chosen",
-    "line0", "line1", "line2", "band0", "band1", "band2",
-)  # fmt: skip
+# of each style: a variable of the theme, its share over the background, and attributes
+STYLES = {
+    "text": ("foreground", 1.0, ""),
+    "muted": ("foreground", 0.6, ""),
+    "strong": ("foreground", 1.0, "bold"),
+    "chosen": ("foreground", 1.0, "reverse"),
+    "good": ("success", 1.0, ""),
+    "warn": ("warning", 1.0, "bold"),
+    "bad": ("error", 1.0, "bold"),
+    "line0": ("primary", 1.0, ""),
+    "line1": ("warning", 1.0, ""),
+    "line2": ("success", 1.0, ""),
+    "band0": ("primary", 0.45, ""),
+    "band1": ("warning", 0.45, ""),
+    "band2": ("success", 0.45, ""),
+}
+
+
+@lru_cache(maxsize=4)
+def _palette(theme: tuple[tuple[str, str], ...]) -> dict[str, Style]:
+    colours = {name: Color.parse(value) for name, value in theme}
+    ground = colours["background"]
+    return {
+        name: Style.parse(attributes)
+        + Style(color=ground.blend(colours[variable], share).rich_color)
+        for name, (variable, share, attributes) in STYLES.items()
+    }
+
+
+def palette(variables: Mapping[str, str]) -> dict[str, Style]:
+    """The styles by name in the colours of a theme, given its variables."""
+    used = {"background", *(variable for variable, _, _ in STYLES.values())}
+    return _palette(tuple((name, variables[name]) for name in sorted(used)))
 
 
 def row_text(row: Iterable[Span]) -> str:
@@ -47,28 +79,15 @@ def fit(row: Row, width: int, cut: str) -> Row:
 class Rows(Widget):
     """A widget that draws what `build` gives, and sends only the rows that changed."""
 
-    COMPONENT_CLASSES = {f"rows--{name}" for name in STYLES}  # noqa: RUF012 (Textual's own way)
     DEFAULT_CSS = """
     Rows { height: 1; width: 1fr; }
-    Rows .rows--text { color: $foreground; }
-    Rows .rows--muted { color: $foreground 60%; }
-    Rows .rows--strong { color: $foreground; text-style: bold; }
-    Rows .rows--good { color: $text-success; }
-    Rows .rows--warn { color: $text-warning; text-style: bold; }
-    Rows .rows--bad { color: $text-error; text-style: bold; }
-    Rows .rows--chosen { color: $foreground; text-style: reverse; }
-    Rows .rows--line0 { color: $primary; }
-    Rows .rows--line1 { color: $warning; }
-    Rows .rows--line2 { color: $success; }
-    Rows .rows--band0 { color: $primary 45%; }
-    Rows .rows--band1 { color: $warning 45%; }
-    Rows .rows--band2 { color: $success 45%; }
     """
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._rows: list[Row] | None = None
         self._strips: dict[int, Strip] = {}
+        self._styles: dict[str, Style] = {}
 
     @property
     def cut(self) -> str:
@@ -101,6 +120,7 @@ class Rows(Widget):
         """Forget what was drawn when the theme changes."""
         super().notify_style_update()
         self._strips.clear()
+        self._styles.clear()
 
     def on_resize(self) -> None:
         """Build for the new size."""
@@ -119,6 +139,10 @@ class Rows(Widget):
 
     def strip_of(self, row: Row, width: int) -> Strip:
         """A row padded or cut to a width, in the colours of the theme."""
-        style = self.get_component_rich_style
-        segments = [Segment(text, style(f"rows--{name}")) for text, name in row if text]
-        return Strip(segments).adjust_cell_length(width, self.rich_style)
+        if not self._styles:
+            # kept, since Textual looks through all ancestors for each
+            base = self.rich_style
+            styles = palette(self.app.theme_variables)
+            self._styles = {"": base, **{name: base + style for name, style in styles.items()}}
+        segments = [Segment(text, self._styles[name]) for text, name in row if text]
+        return Strip(segments).adjust_cell_length(width, self._styles[""])

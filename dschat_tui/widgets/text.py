@@ -11,6 +11,7 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
+_LONG_SECONDS = 48 * 3600
 _NOT_ASCII = re.compile(r"[^\x20-\x7e]")
 
 
@@ -45,7 +46,9 @@ def short_number(value: float, width: int = 6) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `1:02:03` or `4:05`."""
+    """Seconds as `4:05`, `1:02:03` or `9 d 8 h`."""
+    if seconds >= _LONG_SECONDS:
+        return f"{int(seconds) // 86400} d {int(seconds) // 3600 % 24} h"
     minutes, rest = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,53 @@
+"""What the reading thread hands to the screen: points, events, status. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LINES_PER_MARK = 64
+
+# value, step, and the byte of its line in the log
+Point = tuple[float, float, int]
+
+
+class Event(NamedTuple):
+    """Something that happened: its kind, the text for a person, the byte of its line."""
+
+    kind: str
+    text: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a log says of its step as a whole, so far."""
+
+    step: str | None = None
+    state: str = "unknown"
+    returncode: int | None = None
+    cause: dict[str, str] | None = None
+    phase: str = ""
+    percent: int | None = None
+    done: int = 0
+    total: int = 0
+    model: str | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    lines: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What some lines added: points by the name of their series, events, every 64th line's offset.
+
+    With `cut_from`, what series had from that step on is told again, by a run that was resumed.
+    """
+
+    points: Mapping[str, Sequence[Point]]
+    events: Sequence[Event]
+    marks: Sequence[int]
+    status: Status
+    restarted: bool = False
+    cut_from: float | None = None

@@ -1,0 +1,87 @@
+"""A finished log played again, as if it grew now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from dschat_tui.logs.feed import History, Message, News, Problem
+from dschat_tui.logs.follow import Batch, Follower
+from dschat_tui.logs.model import LogModel
+from dschat_tui.logs.records import Update
+
+# where a log does not tell how long a step took
+SECONDS_A_STEP = 1.0
+TIMES = ("e2e_s", "latency_s")
+_LONGEST_WAIT = 0.05
+
+
+class Replay(threading.Thread):
+    """Gives what a `Feed` gives, one log after another, `speed` times as fast as it happened.
+
+    Time passes by the seconds of each step that the log tells; what lies between takes none.
+    """
+
+    def __init__(self, logs: Mapping[str, Path], speed: float) -> None:
+        super().__init__(name="dschat-replay", daemon=True)
+        self.logs = logs
+        self.speed = speed
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._stopped = threading.Event()
+
+    def take(self) -> list[Message]:
+        """All messages that have come since the last call, in order."""
+        taken = []
+        try:
+            while True:
+                taken.append(self._messages.get_nowait())
+        except Empty:
+            return taken
+
+    def stop(self) -> None:
+        """Let the thread end; it looks for this 20 times a second."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Play until the end or until stopped."""
+        for key in self.logs:
+            self._messages.put(History(key, LogModel(), 0.0))
+        for key, path in self.logs.items():
+            try:
+                self._play(key, path)
+            except OSError as error:
+                self._messages.put(Problem(key, f"{path}: {error.strerror or error}"))
+
+    def _play(self, key: str, path: Path) -> None:
+        # here, not above: the grammar takes a moment to load, and the first picture comes first
+        from dschat_tui.logs.parse import LogParser
+
+        parser = LogParser()
+        due, done = time.monotonic(), 0
+        for batch in _lines(path):
+            update = parser.read(batch)
+            due += self._seconds(update, done) / self.speed
+            done = update.status.done
+            while (left := due - time.monotonic()) > 0:
+                if self._stopped.wait(min(left, _LONGEST_WAIT)):
+                    return
+            self._messages.put(News(key, update, time.time()))
+        self._messages.put(News(key, parser.finish(), time.time()))
+
+    def _seconds(self, update: Update, done_before: int) -> float:
+        points = (point for name in TIMES for point in update.points.get(name, ()))
+        told = sum(value for value, _, _ in points if value > 0)
+        return told or SECONDS_A_STEP * max(update.status.done - done_before, 0)
+
+
+def _lines(path: Path) -> Iterator[Batch]:
+    follower = Follower(path)
+    more = True
+    while more:
+        batch = follower.read()
+        more = batch.more
+        for line, offset in zip(batch.lines, batch.offsets, strict=True):
+            yield Batch([line], [offset])
