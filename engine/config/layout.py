@@ -20,3 +20,7 @@ def model_folders(step: StepName, ema: bool) -> list[str]:
     if step != "ppo":
         return ["model"]
     return ["actor", "critic", "actor_ema"] if ema else ["actor", "critic"]
+
+
+# A file of this name in a run's folder asks its running step to save a checkpoint and end.
+STOP_REQUEST = "stop-request"

@@ -429,6 +429,17 @@ class LoggingConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """What a run keeps to go on after a stop."""
+
+    interval: PositiveInt | None = option(
+        200, "Checkpoint interval", "Steps between checkpoints; empty: only when stopped", "steps"
+    )
+    keep_last: PositiveInt = option(
+        2, "Checkpoints kept", "Newest checkpoints kept; the best is kept beside them"
+    )
+
+
 class RunConfig(Section):
     """Everything that decides what a run does."""
 
@@ -456,4 +467,7 @@ class RunConfig(Section):
     sft: SftConfig = section(SftConfig, "Step 1: SFT", "Supervised fine-tuning")
     reward: RewardConfig = section(RewardConfig, "Step 2: reward model", "Learning to score")
     ppo: PpoConfig = section(PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward")
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, "Checkpoints", "What a run keeps to go on after a stop"
+    )
     logging: LoggingConfig = section(LoggingConfig, "Logging", "What a run writes")

@@ -14,8 +14,8 @@ def main() -> None:
 
     with process_group():
         trainer = PPOTrainer(StepContext.create(config, run, "ppo"))
-        trainer.train()
-        trainer.save()
+        if trainer.train():
+            trainer.save()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ def main() -> None:
 
     with process_group():
         trainer = RewardTrainer(StepContext.create(config, run, "reward"))
-        trainer.train()
-        trainer.save()
+        if trainer.train():
+            trainer.save()
 
 
 if __name__ == "__main__":

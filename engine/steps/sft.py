@@ -14,8 +14,8 @@ def main() -> None:
 
     with process_group():
         trainer = SFTTrainer(StepContext.create(config, run, "sft"))
-        trainer.train()
-        trainer.save()
+        if trainer.train():
+            trainer.save()
 
 
 if __name__ == "__main__":

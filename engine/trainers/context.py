@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from engine.checkpoint import Checkpoints
 from engine.config import RunConfig
 from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.schema import StepConfig
@@ -118,6 +121,13 @@ class StepContext:
         """
         own = list(range(rank(), rows - rows % world_size(), world_size()))
         return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+
+    def checkpoints(self, engines: Mapping[str, DeepSpeedEngine]) -> Checkpoints:
+        """The checkpoints of this step's engines."""
+        options = self.config.checkpoint
+        return Checkpoints(
+            self.run, self.folder, engines, self.report, options.interval, options.keep_last
+        )
 
     def sft_model(self) -> str:
         """The model that step 1 made, or the finished one given in its place."""

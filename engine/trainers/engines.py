@@ -63,6 +63,8 @@ def training_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
     )
+    # Models are loaded in evaluation mode.
+    engine.train()
     return engine
 
 

@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from engine import training_log
@@ -97,6 +99,7 @@ class PPOTrainer:
         self.hybrid = HybridEngine(self.engine.actor, config.hybrid_engine)
         self._told_hybrid_engine = False
         self.unsupervised = self._unsupervised_batches()
+        self.texts_read = 0
 
         # 3. What adapts while training.
         self.kl_controller = (
@@ -106,20 +109,55 @@ class PPOTrainer:
         )
         self.reward_ema: float | None = None
         self.normalization: tuple[float, float] | None = None
+        self.checkpoints = context.checkpoints(
+            {"actor": self.engine.actor, "critic": self.engine.critic}
+        )
 
     @property
     def kl_coef(self) -> float:
         """The current weight of the KL in the reward."""
         return self.kl_controller.value if self.kl_controller else self.options.kl_coef
 
-    def train(self) -> None:
-        """Run all generation steps."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the engines, of this rank."""
+        return {
+            "sampler": self.sampler.get_state(),
+            "shuffler": self.shuffler.get_state(),
+            "texts_read": self.texts_read,
+            "reward_ema": self.reward_ema,
+            "normalization": self.normalization,
+            "kl_controller": self.kl_controller.state_dict() if self.kl_controller else None,
+            "actor_ema": self.engine.actor_ema.shards if self.engine.actor_ema else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        self.sampler.set_state(state["sampler"])
+        self.shuffler.set_state(state["shuffler"])
+        self.texts_read = state["texts_read"]
+        self.reward_ema = state["reward_ema"]
+        self.normalization = state["normalization"]
+        if self.kl_controller and state["kl_controller"]:
+            self.kl_controller.load_state_dict(state["kl_controller"])
+        if self.engine.actor_ema and state["actor_ema"]:
+            self.engine.actor_ema.load(state["actor_ema"])
+
+    def train(self) -> bool:
+        """Run all generation steps; goes on after the newest checkpoint, if there is one.
+
+        Returns:
+            whether all steps are done; else a stop was asked for.
+        """
         report, per_epoch = self.context.report, len(self.batches)
-        if self.options.normalize_reward:
+        resumed = self.checkpoints.resume()
+        if resumed:
+            self.load_state(resumed)
+        elif self.options.normalize_reward:
             self.normalization = self.measure_scores()
         optimizer_steps = self.total_steps * self.updates_a_step
         report.line(training_log.running_training(optimizer_steps))
-        for step in range(self.total_steps):
+        first = resumed["step"] if resumed else 0
+        for step in range(first, self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
                 report.line(
@@ -128,6 +166,9 @@ class PPOTrainer:
                     )
                 )
             self.train_step(step, epoch, self.batches.epoch(epoch)[index])
+            if self.checkpoints.after_step(step + 1, self.state, self.reward_ema):
+                return False
+        return True
 
     def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
         """Answer a global batch of prompts, then update actor and critic on the answers."""
@@ -340,7 +381,7 @@ class PPOTrainer:
 
         Its mean is weighted by `unsupervised_coef` (the PPO-ptx gamma of InstructGPT, equation 2).
         """
-        batch = {name: tensor.to(device()) for name, tensor in next(self.unsupervised).items()}
+        batch = {name: tensor.to(device()) for name, tensor in self.next_texts().items()}
         logits = self.engine.actor(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
         ).logits
@@ -357,27 +398,26 @@ class PPOTrainer:
         mean = loss_sum / max(1, int(count)) / micro_batches
         return self.options.unsupervised_coef * mean * tokens
 
-    def _unsupervised_batches(self) -> Iterator[dict[str, Tensor]] | None:
-        """Endless micro batches of text of this rank, or None without unsupervised sources."""
+    def next_texts(self) -> dict[str, Tensor]:
+        """This rank's next micro batch of unsupervised text; begins again at the end."""
+        rows, batches = self.unsupervised
+        epoch, index = divmod(self.texts_read, len(batches))
+        self.texts_read += 1
+        batch = batches.epoch(epoch)[index]
+        (cut,) = batches.local_micro_batches(batch, rank(), world_size())
+        return SftCollator(self.tokenizer.pad_token_id)([rows[row] for row in cut])
+
+    def _unsupervised_batches(self) -> tuple[Dataset, GlobalBatches] | None:
+        """Blocks of text and their micro batches, or None without unsupervised sources."""
         config, options = self.context.config, self.options
         if not config.data.unsupervised_sources:
             return None
         length = options.max_prompt_length + options.max_answer_length
         rows = unsupervised_rows(config, self.tokenizer, length)
-        size = self.engine.plan.micro_batch_size
-        batches = GlobalBatches([length] * len(rows), size * world_size(), config.seed)
-        length_of_training(options, batches, size * world_size())
-        collate = SftCollator(self.tokenizer.pad_token_id)
-
-        def endless() -> Iterator[dict[str, Tensor]]:
-            epoch = 0
-            while True:
-                for batch in batches.epoch(epoch):
-                    (cut,) = batches.local_micro_batches(batch, rank(), world_size(), size)
-                    yield collate([rows[row] for row in cut])
-                epoch += 1
-
-        return endless()
+        size = self.engine.plan.micro_batch_size * world_size()
+        batches = GlobalBatches([length] * len(rows), size, config.seed)
+        length_of_training(options, batches, size)
+        return rows, batches
 
     def report(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,26 +92,44 @@ class RewardTrainer:
             total_steps=self.total_steps,
         )
         self.engine = training_engine(model, engine_config, optimizer)
+        self.checkpoints = context.checkpoints({"reward": self.engine})
+        self.accuracy = math.nan
+        self.epoch_losses: list[float] = []
 
-    def train(self) -> None:
-        """Run all optimizer steps, with evaluations before, between and after epochs."""
+    def train(self) -> bool:
+        """Run all optimizer steps, with evaluations before, between and after epochs.
+
+        Goes on after the newest checkpoint, if there is one.
+
+        Returns:
+            whether all steps are done; else a stop was asked for.
+        """
         options, report = self.context.config.reward, self.context.report
         per_epoch = len(self.batches)
         report.line(training_log.running_training())
-        self.evaluate(epoch=0)
-        losses: list[float] = []
-        for step in range(self.total_steps):
+        resumed = self.checkpoints.resume() or {"step": 0, **self.state()}
+        self.accuracy, self.epoch_losses = resumed["accuracy"], resumed["epoch_losses"]
+        if resumed["step"] == 0:
+            self.evaluate(epoch=0, step=-1)
+        for step in range(resumed["step"], self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
                 report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
-                losses = []
-            losses.append(self.train_step(step, self.batches.epoch(epoch)[index]))
+                self.epoch_losses = []
+            self.epoch_losses.append(self.train_step(step, self.batches.epoch(epoch)[index]))
             last = index + 1 == per_epoch or step + 1 == self.total_steps
             if last:
-                mean = sum(losses) / len(losses)
+                mean = sum(self.epoch_losses) / len(self.epoch_losses)
                 report.line(training_log.epoch_loss(epoch + 1, options.epochs, mean))
             if last or (options.eval_interval and (step + 1) % options.eval_interval == 0):
-                self.evaluate(epoch + 1, step if not last else None)
+                self.evaluate(epoch + 1, step, in_epoch=not last)
+            if self.checkpoints.after_step(step + 1, self.state, self.accuracy):
+                return False
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the engine."""
+        return {"accuracy": self.accuracy, "epoch_losses": self.epoch_losses}
 
     def train_step(self, step: int, rows: list[int]) -> float:
         """One optimizer step on a global batch of pairs; returns the mean loss."""
@@ -190,8 +210,14 @@ class RewardTrainer:
         return loss, chosen, rejected
 
     @torch.no_grad()
-    def evaluate(self, epoch: int, step: int | None = None) -> float:
-        """Accuracy on the held-out pairs over all ranks; with `step`, in the middle of an epoch."""
+    def evaluate(self, epoch: int, step: int, in_epoch: bool = False) -> None:
+        """Accuracy on the held-out pairs over all ranks.
+
+        Args:
+            epoch: from 1; 0 before training.
+            step: the last optimizer step done, from 0; -1 before training.
+            in_epoch: in the middle of an epoch, not at its end.
+        """
         options, report = self.context.config.reward, self.context.report
         self.engine.eval()
         sums = torch.zeros(4, dtype=torch.float64)
@@ -208,23 +234,24 @@ class RewardTrainer:
             )
         self.engine.train()
         *sums_everywhere, count = sum_over_ranks(*sums.tolist(), pairs_of.total())
-        loss_mean, accuracy, chosen_mean, rejected_mean = (
+        loss_mean, self.accuracy, chosen_mean, rejected_mean = (
             total / max(1.0, count) for total in sums_everywhere
         )
-        if step is None:
-            report.line(training_log.evaluating("reward", epoch, options.epochs))
-            report.line(training_log.reward_scores(chosen_mean, rejected_mean, accuracy))
+        scores = chosen_mean, rejected_mean, self.accuracy
+        if in_epoch:
+            report.line(training_log.reward_scores_at(step, *scores))
         else:
-            line = training_log.reward_scores_at(step, chosen_mean, rejected_mean, accuracy)
-            report.line(line)
+            report.line(training_log.evaluating("reward", epoch, options.epochs))
+            report.line(training_log.reward_scores(*scores))
         report.record(
             {
                 "kind": "reward_eval",
+                "step": step,
                 "epoch": epoch,
                 "loss": loss_mean,
                 "chosen": chosen_mean,
                 "rejected": rejected_mean,
-                "accuracy": accuracy,
+                "accuracy": self.accuracy,
                 "pairs": int(count),
             }
         )
@@ -232,7 +259,6 @@ class RewardTrainer:
         for kind in kinds:
             right, of = sum_over_ranks(correct_of[kind], pairs_of[kind])
             report.note(f"held-out pairs of kind {kind}: {right:.0f} of {of:.0f} right")
-        return accuracy
 
     def save(self) -> None:
         """Write the model as a complete Hugging Face folder."""

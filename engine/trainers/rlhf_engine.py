@@ -204,20 +204,28 @@ class ActorAverage:
 
     In 16 bit its small updates would vanish. Under ZeRO-3 each rank averages its own shards,
     without a gather.
+
+    Attributes:
+        shards: the averages, fp32, in the order of the actor's trained parameters.
     """
 
     def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        self._shards = [shard.float().clone() for shard in self._current()]
+        self.shards = [shard.float().clone() for shard in self._current()]
 
     def _current(self) -> list[Tensor]:
         trained = (p for p in self._engine.module.parameters() if p.requires_grad)
         return [p.ds_tensor if hasattr(p, "ds_tensor") else p.data for p in trained]
 
+    def load(self, shards: list[Tensor]) -> None:
+        """Take over the averages of a checkpoint."""
+        for own, saved in zip(self.shards, shards, strict=True):
+            own.copy_(saved)
+
     def update(self) -> None:
         """Move the average towards the weights; call after a real optimizer step alone."""
-        ema_update(self._shards, [shard.float() for shard in self._current()], self._decay)
+        ema_update(self.shards, [shard.float() for shard in self._current()], self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -225,7 +233,7 @@ class ActorAverage:
         current = self._current()
         weights = [shard.clone() for shard in current]
         try:
-            for shard, average in zip(current, self._shards, strict=True):
+            for shard, average in zip(current, self.shards, strict=True):
                 shard.copy_(average)
             yield
         finally:

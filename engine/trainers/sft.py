@@ -86,21 +86,37 @@ class SFTTrainer:
             total_steps=self.total_steps,
         )
         self.engine = training_engine(model, engine_config, optimizer)
+        self.checkpoints = context.checkpoints({"sft": self.engine})
+        self.perplexity = math.nan
 
-    def train(self) -> None:
-        """Run all optimizer steps, with evaluations before, between and after epochs."""
+    def train(self) -> bool:
+        """Run all optimizer steps, with evaluations before, between and after epochs.
+
+        Goes on after the newest checkpoint, if there is one.
+
+        Returns:
+            whether all steps are done; else a stop was asked for.
+        """
         options, report = self.context.config.sft, self.context.report
         per_epoch = len(self.batches)
         report.line(training_log.running_training())
-        self.evaluate(epoch=0)
-        for step in range(self.total_steps):
+        resumed = self.checkpoints.resume() or {"step": 0, "perplexity": math.nan}
+        self.perplexity = resumed["perplexity"]
+        if resumed["step"] == 0:
+            self.evaluate(epoch=0, step=-1)
+        for step in range(resumed["step"], self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
                 report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
             self.train_step(step, epoch, self.batches.epoch(epoch)[index])
             between = options.eval_interval and (step + 1) % options.eval_interval == 0
             if between or index + 1 == per_epoch or step + 1 == self.total_steps:
-                self.evaluate(epoch + 1)
+                self.evaluate(epoch + 1, step)
+            if self.checkpoints.after_step(
+                step + 1, lambda: {"perplexity": self.perplexity}, -self.perplexity
+            ):
+                return False
+        return True
 
     def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
         """One optimizer step on a global batch of rows."""
@@ -175,8 +191,13 @@ class SFTTrainer:
         return causal_lm_loss(logits, batch["labels"])
 
     @torch.no_grad()
-    def evaluate(self, epoch: int) -> float:
-        """Perplexity over the trained tokens of the held-out rows, over all ranks."""
+    def evaluate(self, epoch: int, step: int) -> None:
+        """Perplexity over the trained tokens of the held-out rows, over all ranks.
+
+        Args:
+            epoch: from 1; 0 before training.
+            step: the last optimizer step done, from 0; -1 before training.
+        """
         options, report = self.context.config.sft, self.context.report
         self.engine.eval()
         loss_sum, tokens = 0.0, 0.0
@@ -188,11 +209,12 @@ class SFTTrainer:
         self.engine.train()
         loss_sum, tokens = sum_over_ranks(loss_sum, tokens)
         loss = loss_sum / max(1.0, tokens)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        self.perplexity = math.exp(loss) if loss < 700 else math.inf
         report.line(training_log.evaluating("perplexity", epoch, options.epochs))
-        report.line(training_log.perplexity(perplexity, loss))
-        report.record({"kind": "eval", "epoch": epoch, "ppl": perplexity, "loss": loss})
-        return perplexity
+        report.line(training_log.perplexity(self.perplexity, loss))
+        report.record(
+            {"kind": "eval", "step": step, "epoch": epoch, "ppl": self.perplexity, "loss": loss}
+        )
 
     def save(self) -> None:
         """Write the model as a complete Hugging Face folder."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_run import configuration
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -79,3 +81,41 @@ def tiny_model(
         return str(folder)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def group():
+    """A process group of this process alone, as the launcher would make it."""
+    patch = pytest.MonkeyPatch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
+        patch.setenv(name, value)
+    from engine.distributed import process_group
+
+    with process_group():
+        # Children that other tests start must not take themselves for this rank.
+        patch.undo()
+        yield
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, group) -> Path:
+    """A run whose steps 1 and 2 are done, for step 3 to stand on."""
+    from engine.trainers.context import StepContext
+    from engine.trainers.reward import RewardTrainer
+    from engine.trainers.sft import SFTTrainer
+
+    folder = tmp_path_factory.mktemp("run")
+    for trainer_type, step in ((SFTTrainer, "sft"), (RewardTrainer, "reward")):
+        trainer = trainer_type(StepContext.create(configuration(), folder, step))
+        trainer.train()
+        trainer.save()
+    return folder

@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from small_run import configuration
 
-from engine.config import apply_overrides, resolve
-from engine.distributed import process_group
 from engine.trainers.context import StepContext
 from engine.trainers.experience import Experience
 from engine.trainers.ppo import PPOTrainer, UpdateStats
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 
-SMALL = {
-    "models": {"actor": "embedded:tiny-llama"},
-    "dtype": "fp32",
-    "data": {"eval_rows": 16},
-    "actor": {"learning_rate": 1e-3},
-    "critic": {"learning_rate": 1e-3},
-    "sft": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
-    "reward": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
-    "ppo": {
-        "max_steps": 2,
-        "rollout_batch_size": 8,
-        "batch_size": 4,
-        "inner_epochs": 2,
-        "max_prompt_length": 40,
-        "max_answer_length": 12,
-        "warmup_steps": 0,
-        "scheduler": "constant",
-    },
-}
-
-
-def configuration(*assignments: str):
-    return resolve(apply_overrides(SMALL, list(assignments)), "test")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    patch = pytest.MonkeyPatch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }.items():
-        patch.setenv(name, value)
-    with process_group():
-        yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run whose steps 1 and 2 are done, for step 3 to stand on."""
-    folder = tmp_path_factory.mktemp("run")
-    for trainer_type, step in ((SFTTrainer, "sft"), (RewardTrainer, "reward")):
-        trainer = trainer_type(StepContext.create(configuration(), folder, step))
-        trainer.train()
-        trainer.save()
-    return folder
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def ppo_trainer(run: Path, *assignments: str) -> PPOTrainer:

@@ -1,0 +1,253 @@
+"""Save, rotate and resume the state of a step: engines, random states, position, averages."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from engine.config.layout import STOP_REQUEST
+from engine.distributed import max_over_ranks, rank, world_size
+from engine.trainers.report import Report
+
+_MANIFEST = "checkpoint.json"
+_SECONDS_BETWEEN_LOOKS = 5.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint says of itself; its file is written last.
+
+    Attributes:
+        step: steps that were done.
+        ranks: each wrote a part.
+        score: higher is better; nan where nothing was measured.
+        size: bytes on disk.
+    """
+
+    step: int
+    ranks: int
+    score: float
+    size: int
+
+
+class Checkpoints:
+    """The checkpoints of one step, written by all ranks together.
+
+    One appears under its name when it is whole: a kill in the middle leaves the older ones.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        folder: Path,
+        engines: Mapping[str, DeepSpeedEngine],
+        report: Report,
+        interval: int | None,
+        keep_last: int,
+    ) -> None:
+        self._stop_request = run / STOP_REQUEST
+        self._step_folder = folder
+        self._folder = folder / "checkpoints"
+        self._engines = engines
+        self._report = report
+        self._interval = interval
+        self._keep_last = keep_last
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint into the engines.
+
+        Returns:
+            the state given to `after_step`, with `step`; None if there is no checkpoint.
+
+        Raises:
+            ValueError: it was written by another number of ranks.
+        """
+        found = self.whole()
+        if not found:
+            return None
+        folder, manifest = found[-1]
+        if manifest.ranks != world_size():
+            raise ValueError(
+                f"{folder} was written by {manifest.ranks} ranks, and this run has {world_size()}; "
+                f"set launch.num_accelerators so that there are {manifest.ranks}"
+            )
+        self._report.phase(f"loading the checkpoint of step {manifest.step}")
+        for name, engine in self._engines.items():
+            # Frozen parameters are part of the base model and may be left out of a checkpoint.
+            engine.load_checkpoint(str(folder / name), tag="engine", load_module_strict=False)
+        own = torch.load(folder / f"rank-{rank()}.pt", weights_only=True)
+        _set_random_states(own.pop("random"))
+        if rank() == 0:
+            for name in ("metrics.jsonl", "rollouts.jsonl"):
+                _forget_from(self._step_folder / name, manifest.step)
+        self._report.note(f"resumed after step {manifest.step}")
+        return {**own, "step": manifest.step}
+
+    def after_step(self, step: int, state: Callable[[], dict[str, Any]], score: float) -> bool:
+        """Write a checkpoint if one is due or a stop was asked for.
+
+        Args:
+            step: steps done so far.
+            state: what the trainer needs beside its engines; tensors and plain values.
+            score: of the model now, higher is better; nan if nothing was measured.
+
+        Returns:
+            whether the step must stop now.
+        """
+        stopping = self._stop_requested()
+        if stopping or (self._interval and step % self._interval == 0):
+            self._save(step, state(), score)
+        if stopping:
+            self._report.note(f"stopped on request after step {step}, with a checkpoint")
+        return stopping
+
+    def whole(self) -> list[tuple[Path, Manifest]]:
+        """The complete checkpoints with their manifests, oldest first."""
+        found = []
+        for folder in self._folder.glob("step-*"):
+            try:
+                manifest = Manifest(**json.loads((folder / _MANIFEST).read_text()))
+            except (OSError, ValueError, TypeError):
+                continue
+            found.append((folder, manifest))
+        return sorted(found, key=lambda item: item[1].step)
+
+    def _stop_requested(self) -> bool:
+        """One answer for all ranks."""
+        asked = rank() == 0 and self._stop_request.exists()
+        return max_over_ranks(float(asked)) > 0
+
+    def _save(self, step: int, state: dict[str, Any], score: float) -> None:
+        started = time.perf_counter()
+        temporary = self._folder / f".step-{step:08d}.new"
+        while not self._write(temporary, state):
+            self._report.warning(
+                f"paused: no room for the checkpoint of step {step} on the disk of "
+                f"{self._folder}; free some space there and the run goes on"
+            )
+            if self._wait_for_room():
+                self._report.warning("stop requested while the disk is full: no new checkpoint")
+                return
+        if rank() == 0:
+            size = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
+            manifest = Manifest(step, world_size(), score, size)
+            (temporary / _MANIFEST).write_text(json.dumps(asdict(manifest)))
+            target = self._folder / f"step-{step:08d}"
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.rename(target)
+            self._rotate()
+        _barrier()
+        seconds = time.perf_counter() - started
+        self._report.note(f"checkpoint of step {step} written in {seconds:.1f} s")
+
+    def _write(self, temporary: Path, state: dict[str, Any]) -> bool:
+        """Write all parts; False, on all ranks, when the disk has no room for them."""
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        _barrier()
+        no_room = self._expected_size() > shutil.disk_usage(self._folder).free
+        # Every rank must take the same way: some of what follows is collective.
+        if max_over_ranks(float(no_room)) > 0:
+            return False
+        try:
+            for name, engine in self._engines.items():
+                engine.save_checkpoint(str(temporary / name), tag="engine")
+            own = {**state, "random": _random_states()}
+            torch.save(own, temporary / f"rank-{rank()}.pt")
+        except (OSError, RuntimeError) as error:
+            # torch's writer tells a full disk as a RuntimeError of its own.
+            full = (
+                getattr(error, "errno", None) == errno.ENOSPC
+                or not shutil.disk_usage(self._folder).free
+            )
+            if not full or world_size() > 1:
+                raise
+            no_room = True
+        return max_over_ranks(float(no_room)) == 0
+
+    def _expected_size(self) -> int:
+        """Bytes that the next checkpoint takes: as the last one, else by the parameters."""
+        known = self.whole()
+        if known:
+            return known[-1][1].size
+        # fp32 weights and two moments of what trains, and the weights themselves.
+        return sum(
+            getattr(parameter, "ds_numel", parameter.numel())
+            * ((12 if parameter.requires_grad else 0) + parameter.element_size())
+            for engine in self._engines.values()
+            for parameter in engine.module.parameters()
+        )
+
+    def _wait_for_room(self) -> bool:
+        """Wait a moment; whether a stop was asked for meanwhile."""
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return self._stop_requested()
+
+    def _rotate(self) -> None:
+        """Remove all but the newest and the best."""
+        found = self.whole()
+        scored = [item for item in found if not math.isnan(item[1].score)]
+        best = max(scored, key=lambda item: item[1].score, default=None)
+        for item in found[: -self._keep_last]:
+            if item is not best:
+                shutil.rmtree(item[0], ignore_errors=True)
+
+
+def _barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of all global generators, as plain values and tensors."""
+    kind, keys, *rest = numpy.random.get_state()
+    version, internal, gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "python": [version, list(internal), gauss],
+    }
+    if get_accelerator().device_name() != "cpu":
+        states["device"] = get_accelerator().get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    numpy.random.set_state(tuple(states["numpy"]))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "device" in states:
+        get_accelerator().set_rng_state(states["device"])
+
+
+def _forget_from(file: Path, step: int) -> None:
+    """Drop the records of steps that will be done again, and half a line at the end."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", -1) < step:
+            kept.append(line)
+    temporary = file.with_suffix(".new")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(file)

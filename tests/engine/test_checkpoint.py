@@ -1,0 +1,140 @@
+"""Stopped and resumed steps equal uninterrupted ones, to the last digit on one rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from small_run import configuration
+
+from engine.config.layout import STEP_FOLDERS, STOP_REQUEST
+from engine.trainers.context import StepContext
+from engine.trainers.ppo import PPOTrainer
+from engine.trainers.reward import RewardTrainer
+from engine.trainers.sft import SFTTrainer
+
+TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "ppo": PPOTrainer}
+LONGER = ("sft.max_steps=4", "reward.max_steps=4", "ppo.max_steps=4", "reward.eval_interval=2")
+TIMES = {"tokens_per_s", "e2e_s", "generate_s", "train_s"}
+
+
+def train(folder: Path, step: str, *assignments: str, stop_after: int | None = None) -> bool:
+    trainer = TRAINERS[step](StepContext.create(configuration(*LONGER, *assignments), folder, step))
+    after_step = trainer.checkpoints.after_step
+
+    def stop_then(done, *arguments):
+        if done == stop_after:
+            (folder / STOP_REQUEST).touch()
+        return after_step(done, *arguments)
+
+    trainer.checkpoints.after_step = stop_then
+    (folder / STOP_REQUEST).unlink(missing_ok=True)
+    return trainer.train()
+
+
+def records(folder: Path, step: str) -> list[dict]:
+    rows = (folder / STEP_FOLDERS[step] / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(row).items() if name not in TIMES}
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def fresh(run, tmp_path):
+    """A run whose steps 1 and 2 left their models, and nothing else."""
+
+    def make(name: str) -> Path:
+        for step in ("sft", "reward"):
+            source = run / STEP_FOLDERS[step] / "model"
+            shutil.copytree(source, tmp_path / name / STEP_FOLDERS[step] / "model")
+        return tmp_path / name
+
+    return make
+
+
+@pytest.mark.parametrize("features", [(), ("actor.zero_stage=2", "critic.zero_stage=3")])
+@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+def test_a_resumed_step_equals_an_uninterrupted_one(step, features, fresh):
+    options = (
+        *features,
+        "ppo.kl_target=1",
+        "ema.enabled=true",
+        "ppo.normalize_reward=true",
+        "actor.dropout=0.1",
+    )
+    whole, broken = fresh("whole"), fresh("broken")
+    assert train(whole, step, *options)
+    assert not train(broken, step, *options, stop_after=2)
+    assert train(broken, step, *options)
+    assert records(broken, step) == records(whole, step)
+
+
+def test_steps_after_the_last_checkpoint_are_done_again_and_told_once(fresh):
+    whole, broken = fresh("whole"), fresh("broken")
+    assert train(whole, "ppo")
+    assert not train(broken, "ppo", "checkpoint.interval=1", stop_after=3)
+    newest = sorted((broken / "step3-rlhf/checkpoints").iterdir())[-1]
+    # As if the process had been killed after step 3, with step 2 the newest whole checkpoint.
+    shutil.rmtree(newest)
+    assert train(broken, "ppo")
+    assert records(broken, "ppo") == records(whole, "ppo")
+    answers = [(folder / "step3-rlhf/rollouts.jsonl").read_text() for folder in (whole, broken)]
+    assert answers[0] == answers[1]
+
+
+def test_the_newest_and_the_best_are_kept(fresh):
+    folder = fresh("kept")
+    options = ("checkpoint.interval=1", "checkpoint.keep_last=1", "sft.max_steps=4")
+    trainer = SFTTrainer(StepContext.create(configuration(*options), folder, "sft"))
+    checkpoints = trainer.checkpoints
+    for step, score in enumerate((0.1, 0.9, 0.5, 0.3), start=1):
+        checkpoints.after_step(step, trainer_state, score)
+    assert [manifest.step for _, manifest in checkpoints.whole()] == [2, 4]
+
+
+def trainer_state() -> dict:
+    return {"perplexity": 1.0}
+
+
+def test_a_kill_while_writing_leaves_the_older_checkpoint(fresh):
+    folder = fresh("killed")
+    options = ("checkpoint.interval=1", "sft.max_steps=4")
+    trainer = SFTTrainer(StepContext.create(configuration(*options), folder, "sft"))
+    trainer.checkpoints.after_step(1, trainer_state, 0.0)
+    half = folder / "step1-sft/checkpoints/.step-00000002.new"
+    half.mkdir()
+    (half / "rank-0.pt").write_bytes(b"half")
+    whole = folder / "step1-sft/checkpoints/step-00000002"
+    whole.mkdir()
+    assert [manifest.step for _, manifest in trainer.checkpoints.whole()] == [1]
+    assert trainer.checkpoints.resume()["step"] == 1
+
+
+def test_another_number_of_ranks_is_refused(fresh):
+    folder = fresh("ranks")
+    trainer = SFTTrainer(StepContext.create(configuration("checkpoint.interval=1"), folder, "sft"))
+    trainer.checkpoints.after_step(1, trainer_state, 0.0)
+    manifest = folder / "step1-sft/checkpoints/step-00000001/checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
+    with pytest.raises(ValueError, match=r"launch\.num_accelerators"):
+        trainer.checkpoints.resume()
+
+
+def test_a_full_disk_pauses_until_there_is_room(fresh, monkeypatch, capfd):
+    folder = fresh("full")
+    trainer = SFTTrainer(StepContext.create(configuration("checkpoint.interval=1"), folder, "sft"))
+    free = iter([0, 0])
+    usage = shutil.disk_usage
+
+    def disk_usage(path):
+        real = usage(path)
+        return real._replace(free=next(free, real.free))
+
+    monkeypatch.setattr("engine.checkpoint.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("engine.checkpoint._SECONDS_BETWEEN_LOOKS", 0.01)
+    trainer.checkpoints.after_step(1, trainer_state, 0.0)
+    assert [manifest.step for _, manifest in trainer.checkpoints.whole()] == [1]
+    assert capfd.readouterr().out.count("paused: no room for the checkpoint") == 2
