@@ -159,3 +159,7 @@ def main() -> None:
             print(f"dschat-tui: {error}", file=sys.stderr)
             sys.exit(EXIT_REFUSED)
     sys.exit(show(Dashboard(source, ascii_only=arguments.ascii)))
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,8 @@ OVERFLOW_SHARE = 0.1
 GENERATION_SHARE = 0.85
 STALL_STEPS = 10
 STALL_SECONDS = 60.0
-PLATEAU_SPREADS = 0.25
+# twice the error of the difference of two means of ten values
+PLATEAU_SPREADS = 0.9
 PLATEAU_VALUES = 40
 
 

@@ -141,8 +141,10 @@ class LogParser:
 
     def _read_metrics(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        self._advance(step)
         held, self._held = self._held, []
+        if step < self._step and not self._relaunched:
+            return
+        self._advance(step)
         for before in held:
             # what both lines tell, the metrics tell with more digits
             names = _PPO_NAMES if before["kind"] == "ppo" else _SPEEDS

@@ -224,10 +224,11 @@ class RunScreen(Screen[None]):
         if self.chosen in self.source.logs:
             return str(self.chosen)
         for key in logs:
-            if self._state_of(key) == "running":
+            if (self._record(key) or {}).get("state") == "running":
                 return key
         told = [key for key in logs if key in self.models and self.models[key].status.lines]
-        return max(told, key=lambda key: self.changed.get(key, 0.0), default=logs[0])
+        latest = max((self.changed.get(key, 0.0) for key in told), default=0.0)
+        return next((key for key in reversed(told) if self.changed.get(key) == latest), logs[0])
 
     @property
     def model(self) -> LogModel:
@@ -258,6 +259,8 @@ class RunScreen(Screen[None]):
             return "pending"
         if model.status.state != "unknown":
             return {"ok": "done"}.get(model.status.state, model.status.state)
+        if model.status.model is not None:
+            return "done"
         quiet = time.time() - self.changed.get(key, 0.0) > QUIET_SECONDS
         return "unknown" if quiet else "running"
 
@@ -317,7 +320,10 @@ class RunScreen(Screen[None]):
 
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
-        row: Row = [(f" {clean(_short_path(self.source.path), self.ascii_only)}", "strong")]
+        path, room = clean(_short_path(self.source.path), self.ascii_only), self.size.width // 2
+        if len(path) > room:
+            path = self.glyphs.cut + path[-room:]
+        row: Row = [(f" {path}", "strong")]
         state = (self.state or {}).get("state") or self._state_of(self.key)
         if self.speed is not None:
             state = f"replay {self.speed:g}x"

@@ -99,12 +99,14 @@ class _Scale:
         """The pixel row of a value counted from above, beyond the edges for what is clipped."""
         if self.is_log:
             value = math.log10(value) if value > 0 else -math.inf
-        y = (self.high - value) * (self.pixels - 1) / (self.high - self.low)
+        # halves, since the difference of two great numbers may be infinite
+        span = self.high / 2 - self.low / 2
+        y = (self.high / 2 - value / 2) / span * (self.pixels - 1)
         return -1 if y < -0.5 else self.pixels if y > self.pixels - 0.5 else int(y + 0.5)
 
     def value(self, share: float) -> float:
         """The value at a share of the height, counted from above."""
-        value = self.high - share * (self.high - self.low)
+        value = self.high * (1 - share) + self.low * share
         return 10**value if self.is_log else value
 
 
@@ -121,7 +123,7 @@ def plot(title: str, named: Named, width: int, height: int, view: View) -> list[
     scale = _scale(columns, plot_height * view.markers.down, view)
     if scale is None:
         waiting = "no values yet" if not columns else "no finite values"
-        rows.append([(" " * AXIS_CELLS + waiting, "muted")])
+        rows.append(fit([(" " * AXIS_CELLS + waiting, "muted")], width, view.glyphs.cut))
         return rows + [[] for _ in range(height - 2)]
     first, last = _range(columns, named, view)
     canvas = _Canvas(plot_width, plot_height, view, scale, first, last)
@@ -174,7 +176,7 @@ def _scale(columns: Sequence[Column], pixels: int, view: View) -> _Scale | None:
         clipped_low, clipped_high = math.log10(clipped_low), math.log10(clipped_high)
     if clipped_high > clipped_low and high - low > CLIP_GAIN * (clipped_high - clipped_low):
         low, high = clipped_low, clipped_high
-    if high <= low:
+    if high / 2 - low / 2 <= 0:
         room = abs(high) * 0.01 or 0.5
         low, high = low - room, high + room
     return _Scale(low, high, pixels, view.log_scale)
@@ -341,15 +343,13 @@ def _with_axis(canvas: _Canvas, scale: _Scale, height: int, glyphs: Glyphs) -> l
 
 
 def _steps_row(first: float, last: float, width: int, view: View) -> Row:
-    left, right = f"{first:.0f}", f"step {last:.0f}"
+    left = f"{first:.0f}" if view.cursor is None else f"at {view.cursor:.0f}"
+    right = f"step {last:.0f}"
     room = width - AXIS_CELLS - len(right)
-    if view.cursor is not None:
-        cursor = f"at {view.cursor:.0f}"
-        return [(" " * AXIS_CELLS, "muted"), (f"{cursor:<{room}}", "strong"), (right, "muted")]
-    return [
-        (" " * AXIS_CELLS + (f"{left:<{room}}" if len(left) < room else " " * room), "muted"),
-        (right, "muted"),
-    ]
+    row: Row = [(" " * AXIS_CELLS, "muted")]
+    if len(left) < room:
+        row.append((left.ljust(room), "muted" if view.cursor is None else "strong"))
+    return fit([*row, (right, "muted")], width, view.glyphs.cut)
 
 
 def _title_row(
@@ -367,7 +367,7 @@ def _title_row(
             legend.append((f" {name}", "muted"))
         legend.append((f" {short_number(value)}", "text" if math.isfinite(value) else "bad"))
     row: Row = [(title, "strong"), (tags, "muted"), *legend]
-    if cell_len(row_text(row)) > width and len(named) > 1:
+    if cell_len(row_text(row)) > width and len(legend) > 3:
         # the names of the quantities say what the title says
         first = legend[0]
         row = [(first[0].lstrip(), first[1]), *legend[1:], (tags, "muted")]
@@ -399,7 +399,8 @@ class Chart(Rows):
 
     def show(self, named: Named, view: View) -> None:
         """Show series, named as the legend shall have them, if anything changed."""
-        seen = (view, self.size, *((name, id(series), series.version) for name, series in named))
+        drawn = ((name, id(series), series.version) for name, series in named)
+        seen = (self.title, view, self.size, *drawn)
         if seen == self._seen:
             return
         self._seen, self.named, self.view = seen, named, view

@@ -1,0 +1,251 @@
+"""The app in a real pseudo-terminal: signals, keys that end it, runs that go on or are stopped."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine import training_log as log
+
+SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
+
+
+class Terminal:
+    """A program on a pseudo-terminal of its own."""
+
+    def __init__(self, *arguments: str, size: tuple[int, int] = (24, 80), **variables: str) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self.slave = slave
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm-256color", **variables},
+            start_new_session=True,
+        )
+        self.seen = b""
+
+    def read(self) -> None:
+        """Take what was written, waiting a little for it."""
+        if select.select([self.master], [], [], 0.1)[0]:
+            self.seen += os.read(self.master, 1 << 16)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Read until a condition holds."""
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, self.seen[-3000:].decode(errors="replace")
+            self.read()
+
+    def wait_for_text(self, text: str) -> None:
+        """Read until a text was written since the last key."""
+        self.wait_for(lambda: text.encode() in self.seen)
+
+    def press(self, keys: str) -> None:
+        """Send keys; what was written before counts no more."""
+        self.seen = b""
+        os.write(self.master, keys.encode())
+
+    def exit_code(self) -> int:
+        """Read until the program has ended."""
+        self.wait_for(lambda: self.process.poll() is not None)
+        for _ in range(5):
+            self.read()
+        return int(self.process.returncode)
+
+    def is_restored(self) -> bool:
+        """Whether the terminal's modes are as before, on its main screen with a cursor."""
+        main_screen = self.seen.rfind(b"\x1b[?1049l") > self.seen.rfind(b"\x1b[?1049h")
+        cursor = self.seen.rfind(b"\x1b[?25h") > self.seen.rfind(b"\x1b[?25l")
+        return termios.tcgetattr(self.slave) == self.before and main_screen and cursor
+
+
+@pytest.fixture
+def terminal():
+    """Start programs on terminals; whatever is left of them is ended after the test."""
+    started: list[Terminal] = []
+
+    def start(*arguments: str, **variables: str) -> Terminal:
+        started.append(Terminal(*arguments, **variables))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+        os.close(one.master)
+        os.close(one.slave)
+
+
+@pytest.fixture
+def training_log(tmp_path: Path) -> Path:
+    """A short log."""
+    path = tmp_path / "training.log"
+    lines = [log.metrics(step, {"reward": step, "kl": 0.1}) for step in range(20)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def monitor(*arguments: object) -> list[str]:
+    return ["-m", "dschat_tui.cli", "monitor", *map(str, arguments)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_the_terminal_sane(
+    terminal, training_log: Path, number: signal.Signals, code: int
+) -> None:
+    shown = terminal(*monitor(training_log))
+    shown.wait_for_text("20 lines")
+    assert termios.tcgetattr(shown.slave) != shown.before
+    shown.process.send_signal(number)
+    assert shown.exit_code() == code
+    assert shown.is_restored()
+
+
+@pytest.mark.slow
+def test_quitting_leaves_the_terminal_sane(terminal, training_log: Path) -> None:
+    shown = terminal(*monitor(training_log, "--replay", "--speed", 1000))
+    shown.wait_for_text("20 lines")
+    shown.press("q")
+    assert shown.exit_code() == 0
+    assert termios.tcgetattr(shown.slave) == shown.before
+
+
+@pytest.mark.slow
+def test_ascii_without_colour_writes_neither(terminal, training_log: Path) -> None:
+    shown = terminal(*monitor(training_log, "--ascii"), NO_COLOR="1")
+    shown.wait_for_text("20 lines")
+    shown.press("hlec")
+    shown.wait_for_text("[charts]")
+    assert shown.seen.isascii()
+
+
+@pytest.mark.slow
+def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
+    made = fake_run(sft=SLEEPS)
+    supervisor = made.start(grace_seconds=1.0)
+    made.wait_for(lambda: made.state()["steps"]["sft"]["state"] == "running")
+    shown = terminal("-m", "dschat_tui.app", str(made.run.path))
+    shown.wait_for_text("1 SFT")
+    shown.wait_for_text("running")
+    time.sleep(1.5)  # until run.json has been looked at
+    shown.press("q")
+    shown.wait_for_text("detach")
+    shown.press("c")
+    shown.wait_for_text("running")
+    shown.press("q")
+    shown.wait_for_text("detach")
+    shown.press("d")
+    assert shown.exit_code() == 0
+    assert supervisor.poll() is None
+    assert made.survivors()
+
+    again = terminal("-m", "dschat_tui.app", str(made.run.path))
+    again.wait_for_text("running")
+    time.sleep(1.5)
+    again.press("x")
+    again.wait_for_text("stop the run")
+    again.press("y")
+    made.wait_for(lambda: made.state()["state"] == "stopped")
+    again.wait_for_text("stopped")
+    supervisor.wait(30)
+    assert made.survivors() == []
+    again.press("q")
+    assert again.exit_code() == 0
+
+
+@pytest.mark.slow
+def test_the_list_of_runs_opens_one(terminal, fake_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_run()
+    monkeypatch.chdir(made.run.path.parent)
+    made.run.path.rename(made.run.path.parent / "moved")
+    (made.run.path.parent / "output").mkdir()
+    (made.run.path.parent / "moved").rename(made.run.path.parent / "output" / "first-run")
+    shown = terminal("-m", "dschat_tui.app")
+    shown.wait_for_text("first-run")
+    shown.press("\r")
+    shown.wait_for_text("1 SFT")
+    shown.press("q")
+    assert shown.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["-m", "dschat_tui.app"], "dschat monitor PATH --once"),
+        (["-m", "dschat_tui.cli", "monitor", "."], "dschat monitor PATH"),
+    ],
+)
+def test_without_a_terminal_the_command_to_use_is_named(
+    arguments: list[str], advice: str, training_log: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=training_log.parent,
+    )
+    assert done.returncode == 2
+    assert advice in done.stderr
+    assert done.stdout == ""
+
+
+def test_one_frame_goes_into_a_pipe(training_log: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *monitor(training_log, "--once", "--ascii")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80", "LINES": "24"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "20 lines" in done.stdout
+    assert done.stdout.isascii()
+    assert len(done.stdout.splitlines()) == 24
+
+
+def test_nothing_to_watch_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *monitor(tmp_path / "nowhere")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "does not exist" in done.stderr
+
+
+IMPORTS = """
+import sys
+import {module}
+heavy = [name for name in {heavy} if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("dschat_tui.app", ["torch", "transformers", "deepspeed", "datasets", "pydantic"]),
+        ("dschat_tui.cli", ["torch", "transformers", "textual", "rich"]),
+    ],
+)
+def test_importing_brings_in_nothing_heavy(module: str, heavy: list[str]) -> None:
+    script = IMPORTS.format(module=module, heavy=heavy)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
