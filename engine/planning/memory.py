@@ -5,11 +5,11 @@ With T trained and F frozen parameters of one model, e bytes a number and R rank
 
 stage 0      weights e(T+F), gradients eT, Adam 8T; 16 bit: master copy 4T, in the step 4T more
 stages 1, 2  weights e(T+F); master copy 4T/R (in fp32 too), Adam 8T/R, gradients eT/R (stage 1
-             accumulates in eT), in the step 4T/R in their place
+             accumulates in eT); in the step 4T/R more
 stage 3      all sharded: e(T+F)/R, 4T/R, 8T/R, eT/R; in the step 4 bytes of a group of at most
              1e9 parameters more
-offload      master copy, Adam, gradients, an fp32 copy of them on the host; stage 2 keeps a 16-bit
-             copy and accumulated gradients there too, stage 3 the weights
+offload      master copy, Adam, gradients, an fp32 copy of them on the host; stage 2 keeps a copy
+             of the weights and accumulated gradients there too, stage 3 the weights
 
 Stages 1 to 3 reduce gradients through a bucket of 5e8 numbers on the device.
 """
@@ -255,10 +255,11 @@ class _Model:
             items.append(item(name, "gradients (fp32)", 4 * group, phase, host))
         elif host:
             largest = self.shape.vocabulary * self.shape.head_inputs
+            if accumulates:
+                items.append(item(name, "gradients", element * shard, host=True))
             items += [
-                item(name, "gradients", element * shard, host=True),
                 item(name, "gradients (fp32)", 4 * shard, host=True),
-                item(name, "16-bit copy for the way back", element * shard, host=True),
+                item(name, "copy for the way back", element * shard, host=True),
                 item(name, "gradient buffers", element * min(largest, trained)),
                 item(name, "gradient buffers", element * min(largest, trained), host=True),
             ]
@@ -271,10 +272,9 @@ class _Model:
                 phases.append(train)
             if accumulates:
                 phases += other_phases
-            if stage == 0 or element == 4:
-                phases.append(update)
             items += [item(name, "gradients", summed, phase) for phase in phases]
-            if element == 2:
+            items.append(item(name, "gradients", element * shard, update))
+            if stage or element == 2:
                 items.append(item(name, "gradients (fp32)", 4 * shard, update))
         items += self._reduction(place, (train, reduce))
         return items
