@@ -148,10 +148,10 @@ def measure(
         "reward_mean": None if all_scores is None else float(all_scores.mean()),
         "reward_std": None if all_scores is None else float(all_scores.std(correction=0)),
         "exact_match": share(
-            text.strip() in known for text, known in zip(greedy, references, strict=True) if known
+            text in known for text, known in zip(greedy, references, strict=True) if known
         ),
         "preferred_style": share(
-            re.fullmatch(style, text.strip()) is not None
+            re.fullmatch(style, text) is not None
             for text, style in zip(sampled, styles, strict=True)
             if style
         ),
@@ -182,7 +182,7 @@ def answer(
             decoder, batch["input_ids"], batch["attention_mask"], sampling, generator
         )
         texts = [
-            tokenizer.decode(ids[:length], skip_special_tokens=True)
+            tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
             for ids, length in zip(generation.answers, generation.lengths.tolist(), strict=True)
         ]
         yield batch, generation, texts

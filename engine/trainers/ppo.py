@@ -38,6 +38,7 @@ from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
 from engine.trainers.experience import Experience
 from engine.trainers.rlhf_engine import RLHFEngine
+from engine.trainers.watchdog import Watchdog
 
 # Each rank samples from a stream of its own.
 _RANK_SEED_STRIDE = 1_000_003
@@ -109,9 +110,9 @@ class PPOTrainer:
         )
         self.reward_ema: float | None = None
         self.normalization: tuple[float, float] | None = None
-        self.checkpoints = context.checkpoints(
-            {"actor": self.engine.actor, "critic": self.engine.critic}
-        )
+        engines = {"actor": self.engine.actor, "critic": self.engine.critic}
+        self.checkpoints = context.checkpoints(engines)
+        self.watchdog = Watchdog(context.report, engines)
 
     @property
     def kl_coef(self) -> float:
@@ -491,37 +492,35 @@ class PPOTrainer:
         ).lines()
         for line in lines:
             report.line(line)
-        report.metrics(
-            step,
-            {
-                "reward": reward,
-                "reward_ema": self.reward_ema,
-                "score_mean": float(score_mean),
-                "score_std": math.sqrt(score_variance),
-                "reward_at_clip_share": at_bound / count,
-                "kl": kl / count,
-                "kl_coef": self.kl_coef,
-                "entropy": uncertainty / max(1.0, answered),
-                "actor_loss": actor_loss,
-                "critic_loss": critic_loss,
-                "unsupervised_loss": unsupervised if text_tokens else None,
-                "approx_kl": sums["approx_kl"] / tokens,
-                "clip_fraction": sums["clipped"] / tokens,
-                "value_clip_fraction": sums["value_clipped"] / tokens,
-                "ratio_mean": sums["ratio"] / tokens,
-                "ratio_max": max_over_ranks(stats.ratio_max),
-                "explained_variance": float(explained),
-                "answer_length": answered / count,
-                "eos_share": ended / count,
-                "actor_gradient_norm": stats.actor_gradient_norm,
-                "critic_gradient_norm": stats.critic_gradient_norm,
-                "actor_learning_rate": learning_rates(engine.actor)[0],
-                "critic_learning_rate": learning_rates(engine.critic)[0],
-                "tokens_per_s": answered / times["generate_s"],
-                "total_steps": self.total_steps,
-                **times,
-            },
-        )
+        metrics = {
+            "reward": reward,
+            "reward_ema": self.reward_ema,
+            "score_mean": float(score_mean),
+            "score_std": math.sqrt(score_variance),
+            "reward_at_clip_share": at_bound / count,
+            "kl": kl / count,
+            "kl_coef": self.kl_coef,
+            "entropy": uncertainty / max(1.0, answered),
+            "actor_loss": actor_loss,
+            "critic_loss": critic_loss,
+            "unsupervised_loss": unsupervised if text_tokens else None,
+            "approx_kl": sums["approx_kl"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
+            "value_clip_fraction": sums["value_clipped"] / tokens,
+            "ratio_mean": sums["ratio"] / tokens,
+            "ratio_max": max_over_ranks(stats.ratio_max),
+            "explained_variance": float(explained),
+            "answer_length": answered / count,
+            "eos_share": ended / count,
+            "actor_gradient_norm": stats.actor_gradient_norm,
+            "critic_gradient_norm": stats.critic_gradient_norm,
+            "actor_learning_rate": learning_rates(engine.actor)[0],
+            "critic_learning_rate": learning_rates(engine.critic)[0],
+            "tokens_per_s": answered / times["generate_s"],
+            "total_steps": self.total_steps,
+            **times,
+        }
+        report.metrics(step, metrics)
         updates = self.updates_a_step * (step + 1)
         if updates % self.context.config.logging.optimizer_interval < self.updates_a_step:
             report.optimizer(engine.actor)
@@ -537,6 +536,10 @@ class PPOTrainer:
             },
         )
         self.write_rollouts(step, experience, shaped)
+        watched = ("reward", "actor_loss", "critic_loss", "kl")
+        norms = ("actor_gradient_norm", "critic_gradient_norm")
+        self.watchdog.check(step, {name: metrics[name] for name in (*watched, *norms)})
+        self.watchdog.watch_rollouts(metrics)
         if self.kl_controller:
             self.kl_controller.update(kl / count, int(count))
 

@@ -31,6 +31,7 @@ from engine.trainers.engines import (
     training_engine,
     zero3_loading,
 )
+from engine.trainers.watchdog import Watchdog
 
 
 class RewardTrainer:
@@ -93,6 +94,7 @@ class RewardTrainer:
         )
         self.engine = training_engine(model, engine_config, optimizer)
         self.checkpoints = context.checkpoints({"reward": self.engine})
+        self.watchdog = Watchdog(report, {"critic": self.engine})
         self.accuracy = math.nan
         self.epoch_losses: list[float] = []
 
@@ -189,6 +191,7 @@ class RewardTrainer:
         )
         if (step + 1) % config.logging.optimizer_interval == 0:
             report.optimizer(self.engine)
+        self.watchdog.check(step, {"loss": loss_mean, "gradient_norm": gradient_norm})
         return loss_mean
 
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

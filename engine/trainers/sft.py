@@ -27,6 +27,7 @@ from engine.trainers.engines import (
     training_engine,
     zero3_loading,
 )
+from engine.trainers.watchdog import Watchdog
 
 
 class SFTTrainer:
@@ -87,6 +88,7 @@ class SFTTrainer:
         )
         self.engine = training_engine(model, engine_config, optimizer)
         self.checkpoints = context.checkpoints({"sft": self.engine})
+        self.watchdog = Watchdog(report, {"actor": self.engine})
         self.perplexity = math.nan
 
     def train(self) -> bool:
@@ -168,10 +170,11 @@ class SFTTrainer:
                 width,
             )
         )
+        loss = loss_everywhere / max(1.0, trained_tokens_everywhere)
         report.metrics(
             step,
             {
-                "loss": loss_everywhere / max(1.0, trained_tokens_everywhere),
+                "loss": loss,
                 "learning_rate": learning_rates(self.engine)[0],
                 "gradient_norm": gradient_norm,
                 "tokens_per_s": read_tokens_everywhere / seconds,
@@ -181,6 +184,7 @@ class SFTTrainer:
         )
         if (step + 1) % config.logging.optimizer_interval == 0:
             report.optimizer(self.engine)
+        self.watchdog.check(step, {"loss": loss, "gradient_norm": gradient_norm})
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss of a batch and the number of tokens it was summed over."""

@@ -101,9 +101,8 @@ def group():
     from engine.distributed import process_group
 
     with process_group():
-        # Children that other tests start must not take themselves for this rank.
-        patch.undo()
         yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session")

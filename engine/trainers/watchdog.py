@@ -1,0 +1,105 @@
+"""Notices training that has gone wrong: what cannot recover stops, what is doubtful is told."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from deepspeed import DeepSpeedEngine
+
+from engine.trainers.report import Report
+
+# Steps in a row before an alarm: one bad step is not a trend.
+_FLOOR_STEPS = 3
+_TREND_STEPS = 5
+_SHORTEST_ANSWER = 3.0
+_LARGEST_KL = 20.0
+_LARGEST_CLIP_SHARE = 0.5
+# The reward counts as flat if so many steps moved it by less than this share of a deviation.
+_FLAT_STEPS = 30
+_FLAT_SHARE = 0.02
+
+_WAY_OUT = (
+    "Training diverged. The last checkpoint is from before; lower the learning rate, or set "
+    "dtype=bf16 where it is fp16"
+)
+
+
+class Watchdog:
+    """Watches one step's metrics and engines."""
+
+    def __init__(self, report: Report, engines: Mapping[str, DeepSpeedEngine]) -> None:
+        self._report = report
+        self._engines = engines
+        self._in_a_row: Counter[str] = Counter()
+        self._rewards: list[float] = []
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Stop where going on would waste the run; checkpoints of earlier steps stay.
+
+        In fp16 a step that overflowed is skipped and its gradient norm is not finite: only a loss
+        scale that stays at its floor is an end there.
+
+        Args:
+            step: from 0.
+            values: losses, rewards and gradient norms of the step.
+
+        Raises:
+            FloatingPointError: a value is not finite, or the loss scale stays at its floor.
+        """
+        skipping = [name for name, engine in self._engines.items() if not engine.was_step_applied()]
+        for name in self._engines:
+            at_floor = name in skipping and _loss_scale(self._engines[name]) <= 1
+            if self._held(f"{name} floor", at_floor, _FLOOR_STEPS):
+                raise FloatingPointError(
+                    f"the loss scale of the {name} stayed at its floor for {_FLOOR_STEPS} steps, "
+                    f"the last of them step {step}: every step is skipped. {_WAY_OUT}"
+                )
+        for name, value in values.items():
+            if not math.isfinite(value) and not (skipping and name.endswith("gradient_norm")):
+                raise FloatingPointError(f"{name} is {value} at step {step}. {_WAY_OUT}")
+
+    def watch_rollouts(self, values: Mapping[str, float]) -> None:
+        """Warn of answers that collapse, a KL out of bounds, a reward at its bound or flat.
+
+        Args:
+            values: the metrics of a PPO step.
+        """
+        length, kl = values["answer_length"], values["kl"]
+        if self._held("short", length < _SHORTEST_ANSWER, _TREND_STEPS):
+            self._report.warning(
+                f"answers have {length:.1f} tokens on average, below {_SHORTEST_ANSWER:.0f} for "
+                f"{_TREND_STEPS} steps; check the reward model and ppo.kl_coef"
+            )
+        if self._held("kl", kl > _LARGEST_KL, 1):
+            self._report.warning(
+                f"the KL is {kl:.1f} nats an answer, above {_LARGEST_KL:.0f}: the actor is far "
+                "from the SFT model; check answers for nonsense, raise ppo.kl_coef"
+            )
+        share = values["reward_at_clip_share"]
+        if self._held("clip", share > _LARGEST_CLIP_SHARE, _TREND_STEPS):
+            self._report.warning(
+                f"{share:.0%} of the scores are at the bound for {_TREND_STEPS} steps, where "
+                "answers no longer differ; raise ppo.reward_clip or set ppo.normalize_reward"
+            )
+        self._rewards = [*self._rewards[1 - _FLAT_STEPS :], values["reward_ema"]]
+        moved = max(self._rewards) - min(self._rewards)
+        flat = len(self._rewards) == _FLAT_STEPS and moved < _FLAT_SHARE * values["score_std"]
+        if self._held("flat", flat, 1):
+            self._report.warning(
+                f"the reward moved by {moved:.3g} in {_FLAT_STEPS} steps: it is flat; check the "
+                "learning rates, and whether the reward model tells answers apart"
+            )
+
+    def _held(self, name: str, true_now: bool, steps: int) -> bool:
+        """Whether something has just been true for so many steps in a row; told once a time."""
+        self._in_a_row[name] = self._in_a_row[name] + 1 if true_now else 0
+        return self._in_a_row[name] == steps
+
+
+def _loss_scale(engine: DeepSpeedEngine) -> float:
+    """The current loss scale, infinite where there is none."""
+    if not engine.fp16_enabled():
+        return math.inf
+    return float(getattr(engine.optimizer, "cur_scale", math.inf))
