@@ -108,7 +108,8 @@ class StepContext:
         data = build_phase(self.config, tokenizer, phase, note=self.report.phase)
         if rank() == 0 and world_size() > 1:
             dist.barrier()
-        counts = ", ".join(f"{name} {count}" for name, count in data.counts.items())
+        told = {name: count for name, count in data.counts.items() if count}
+        counts = ", ".join(f"{name} {count:.3g}" for name, count in told.items())
         self.report.note(
             f"data: {len(data.train)} rows to train on, {len(data.eval)} held out; {counts}"
         )
