@@ -88,7 +88,7 @@ def _quantities(records: list[dict[str, Any]]) -> list[list[str]]:
 
 def evaluation(document: dict[str, Any]) -> str:
     """Models side by side on held-out prompts, and the reward model's accuracy."""
-    names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style")
+    names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style", "kl")
     rows = [
         [model, *(_cell(values.get(name)) for name in names)]
         for model, values in document["models"].items()
@@ -100,6 +100,12 @@ def evaluation(document: dict[str, Any]) -> str:
             f"reward model: accuracy {_cell(reward['accuracy'])}, margin "
             f"{_cell(reward['margin'])} on {reward['pairs']} pairs"
         )
+        lines += [f"  {kind}: {_cell(share)}" for kind, share in reward.get("kinds", {}).items()]
+    for sample in document.get("answers", []):
+        lines += ["", _one_line(sample["prompt"])]
+        answers = {name: text for name, text in sample.items() if name != "prompt"}
+        width = max(len(name) for name in answers)
+        lines += [f"  {name:<{width}}  {_one_line(text)}" for name, text in answers.items()]
     return "\n".join(lines)
 
 
