@@ -109,6 +109,10 @@ def evaluation(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _one_line(text: str) -> str:
+    return " ".join(plain(text.replace("\n", " ")).split())
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
