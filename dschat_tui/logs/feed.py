@@ -87,7 +87,14 @@ class Feed(threading.Thread):
         self._stopped.set()
 
     def run(self) -> None:
-        """Read until stopped."""
+        """Read until stopped; what goes wrong is a message."""
+        try:
+            self._read_on()
+        except Exception as error:
+            self._messages.put(Problem("", f"reading ended: {error!r}"))
+            raise
+
+    def _read_on(self) -> None:
         # the log that grew last is the one that is looked at
         for log in sorted(self._logs, key=_FollowedLog.changed, reverse=True):
             self._poll(log)

@@ -52,8 +52,9 @@ class Replay(threading.Thread):
         for key, path in self.logs.items():
             try:
                 self._play(key, path)
-            except OSError as error:
-                self._messages.put(Problem(key, f"{path}: {error.strerror or error}"))
+            except Exception as error:
+                self._messages.put(Problem(key, f"{path}: {error!r}"))
+                raise
 
     def _play(self, key: str, path: Path) -> None:
         # here, not above: the grammar takes a moment to load, and the first picture comes first

@@ -50,6 +50,9 @@ class Series:
         self._offset = array("q")
         self._width = 1
         self._in_last_bucket = 0
+        # charts ask for the same columns again whenever anything else of them changes
+        self._asked: tuple[float, ...] = ()
+        self._given: list[Column] = []
 
     def __len__(self) -> int:
         return self.total
@@ -131,6 +134,12 @@ class Series:
         self, count: int, first_step: float = -math.inf, last_step: float = math.inf
     ) -> list[Column]:
         """The buckets from `first_step` to `last_step`, merged into at most `count` columns."""
+        asked = (self.version, count, first_step, last_step)
+        if asked != self._asked:
+            self._asked, self._given = asked, self._merged(count, first_step, last_step)
+        return self._given
+
+    def _merged(self, count: int, first_step: float, last_step: float) -> list[Column]:
         start = max(bisect_right(self._step, first_step) - 1, 0)
         end = bisect_right(self._step, last_step)
         buckets = max(end - start, 0)

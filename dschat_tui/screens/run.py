@@ -12,6 +12,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.screen import Screen
+from textual.worker import Worker, WorkerState
 
 from dschat_tui import keys
 from dschat_tui.logs.feed import Feed, History, NewRows, News, Problem
@@ -47,6 +48,7 @@ STATE_SECONDS = 1.0
 HEALTH_SECONDS = 1.0
 SYSTEM_SECONDS = 2.0
 ORDER_SECONDS = 2.0
+TOLD_SECONDS = 5.0
 # a run whose run.json has not been touched for so long may have lost its supervisor
 LOST_SECONDS = 60.0
 # a log without an end that has not grown for so long is not called running
@@ -114,7 +116,7 @@ class RunScreen(Screen[None]):
         )
         self.models: dict[str, LogModel] = {}
         self.changed: dict[str, float] = {}
-        self.rollouts = None if source.rollouts is None else Rollouts(source.rollouts)
+        self.rollouts = Rollouts(source.rollouts)
         self.state: dict[str, Any] | None = None
         self.problem = ""
         self.chosen: str | None = None
@@ -132,6 +134,7 @@ class RunScreen(Screen[None]):
         self._order_of: tuple[object, ...] = ()
         self._due: dict[str, float] = {}
         self._drawn_log: tuple[object, ...] = ()
+        self._told, self._told_until = "", 0.0
 
     @property
     def glyphs(self) -> Glyphs:
@@ -183,7 +186,8 @@ class RunScreen(Screen[None]):
     def tick(self) -> None:
         """Take what the feed has read, and draw it unless the picture is paused."""
         self.drain()
-        if self._is_due("state", STATE_SECONDS):
+        # of a replay, run.json tells what came later
+        if self.speed is None and self._is_due("state", STATE_SECONDS):
             self.state = self.source.read_state()
         if not self.is_paused:
             self.draw()
@@ -198,8 +202,7 @@ class RunScreen(Screen[None]):
                 self.models[message.key].apply(message.update)
                 self.changed[message.key] = message.changed
             elif isinstance(message, NewRows):
-                if self.rollouts is not None:
-                    self.rollouts.extend(message.rows, message.restarted)
+                self.rollouts.extend(message.rows, message.restarted)
             elif isinstance(message, Problem):
                 self.problem = message.text
 
@@ -214,6 +217,11 @@ class RunScreen(Screen[None]):
             return False
         self._due[what] = now + seconds
         return True
+
+    def tell(self, text: str) -> None:
+        """Show a text in the header for some seconds."""
+        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
+        self.draw()
 
     # which log is looked at
 
@@ -337,6 +345,8 @@ class RunScreen(Screen[None]):
             row.append((f"{dot}paused", "warn"))
         if self.problem:
             row.append((dot + clean(self.problem, self.ascii_only), "bad"))
+        if time.monotonic() < self._told_until:
+            row.append((dot + clean(self._told, self.ascii_only), "warn"))
         if not self.models:
             row.append((f"{dot}reading", "muted"))
         elif not model.status.lines:
@@ -426,7 +436,7 @@ class RunScreen(Screen[None]):
 
     def _draw_answers(self, model: LogModel) -> None:
         listed = self.query_one("#answers-list", LineList)
-        if self.rollouts is None or not len(self.rollouts):
+        if not len(self.rollouts):
             listed.show(Nothing("no answers: PPO writes them into rollouts.jsonl"))
             return
         found = None if self.answers_found is None else frozenset(self.answers_found)
@@ -673,7 +683,7 @@ class RunScreen(Screen[None]):
 
     def _go_to_found(self, number: int | None) -> None:
         if number is None:
-            self.notify(f"no line holds '{clean(self.searched)}'", timeout=3, markup=False)
+            self.tell(f"no line holds '{self.searched}'")
             return
         log = self.query_one("#log", LineList)
         log.follow = False
@@ -682,7 +692,7 @@ class RunScreen(Screen[None]):
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="search")
     def _find_answers(self, text: str) -> None:
-        found = self.rollouts.find(text) if text and self.rollouts is not None else None
+        found = self.rollouts.find(text) if text else None
         self.app.call_from_thread(self._show_answers, found)
 
     def _show_answers(self, found: set[int] | None) -> None:
@@ -690,12 +700,17 @@ class RunScreen(Screen[None]):
         self.query_one("#answers-list", LineList).cursor = 0
         self.draw()
 
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Say what went wrong beside the screen."""
+        if event.state == WorkerState.ERROR:
+            self.tell(f"{event.worker.name}: {event.worker.error!r}")
+
     # stopping
 
     def action_stop(self) -> None:
         """Ask whether to stop the run; once it was asked to, again without its grace."""
         if not self.run_goes_on:
-            self.notify("This run does not go on: there is nothing to stop.", timeout=3)
+            self.tell("nothing to stop: this run does not go on")
         elif self.stop_asked_at is not None:
             self.ask_to_stop()
         else:
@@ -720,7 +735,7 @@ class RunScreen(Screen[None]):
         try:
             ask_to_stop(RunFolder(self.source.path))
         except (NotRunning, OSError) as error:
-            self.notify(str(error), severity="error", timeout=10, markup=False)
+            self.tell(str(error))
             return
         self.stop_asked_at = time.time()
         self.draw()

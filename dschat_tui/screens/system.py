@@ -13,7 +13,8 @@ from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.text import ASCII, Glyphs, clean
 
 _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
-_GPU_SECONDS = 5.0
+# quitting waits for it
+_GPU_SECONDS = 2.0
 _BAR_CELLS = 20
 _GIB = 1 << 30
 PROCESSES_SHOWN = 12

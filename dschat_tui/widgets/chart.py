@@ -24,6 +24,8 @@ SMOOTHINGS = (0.0, 0.6, 0.9)
 # outliers are cut off only where that gives the rest this many times the room
 CLIP_GAIN = 3.0
 COLUMNS_FOR_CLIPPING = 20
+# beyond this, differences are no numbers any more
+_GREATEST = 1e300
 _QUADRANTS = " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"
 _BRAILLE_BITS = ((1, 8), (2, 16), (4, 32), (64, 128))
 # pixels of a line that are drawn and left out, for lines that no colour tells apart
@@ -99,9 +101,7 @@ class _Scale:
         """The pixel row of a value counted from above, beyond the edges for what is clipped."""
         if self.is_log:
             value = math.log10(value) if value > 0 else -math.inf
-        # halves, since the difference of two great numbers may be infinite
-        span = self.high / 2 - self.low / 2
-        y = (self.high / 2 - value / 2) / span * (self.pixels - 1)
+        y = (self.high - value) * (self.pixels - 1) / (self.high - self.low)
         return -1 if y < -0.5 else self.pixels if y > self.pixels - 0.5 else int(y + 0.5)
 
     def value(self, share: float) -> float:
@@ -125,7 +125,7 @@ def plot(title: str, named: Named, width: int, height: int, view: View) -> list[
         waiting = "no values yet" if not columns else "no finite values"
         rows.append(fit([(" " * AXIS_CELLS + waiting, "muted")], width, view.glyphs.cut))
         return rows + [[] for _ in range(height - 2)]
-    first, last = _range(columns, named, view)
+    first, last = _range(all_columns, named, view)
     canvas = _Canvas(plot_width, plot_height, view, scale, first, last)
     placed = [canvas.place(part) for part in all_columns]
     for index, points in enumerate(placed):
@@ -135,7 +135,8 @@ def plot(title: str, named: Named, width: int, height: int, view: View) -> list[
     canvas.marks([point for points in placed for point in points])
     rows += _with_axis(canvas, scale, plot_height, view.glyphs)
     if step_rows:
-        rows.append(_steps_row(first, last, width, view))
+        newest = max(series.last_step for _, series in named if len(series))
+        rows.append(_steps_row(first, min(newest, view.last_step), width, view))
     return rows
 
 
@@ -154,15 +155,25 @@ def _columns(series: Series, width: int, view: View) -> list[Column]:
     return smooth
 
 
-def _range(columns: Sequence[Column], named: Named, view: View) -> tuple[float, float]:
-    first = min(column.step for column in columns)
-    last = max([series.last_step for _, series in named if len(series)], default=first)
+def _range(
+    all_columns: Sequence[Sequence[Column]], named: Named, view: View
+) -> tuple[float, float]:
+    first = min(columns[0].step for columns in all_columns if columns)
+    last = first
+    for (_, series), columns in zip(named, all_columns, strict=True):
+        if not columns:
+            continue
+        end = series.last_step
+        if len(columns) > 1 and len(columns) < len(series):
+            # up to where the newest column will end, so that the others stay where they are
+            end = max(end, 2 * columns[-1].step - columns[-2].step - 1)
+        last = max(last, end)
     return max(first, view.first_step), max(min(last, view.last_step), first)
 
 
 def _scale(columns: Sequence[Column], pixels: int, view: View) -> _Scale | None:
     def usable(value: float) -> bool:
-        return math.isfinite(value) and (value > 0 or not view.log_scale)
+        return abs(value) <= _GREATEST and (value > 0 or not view.log_scale)
 
     lows = sorted(c.low for c in columns if usable(c.low) and c.low <= c.high)
     highs = sorted(c.high for c in columns if usable(c.high) and c.low <= c.high)
@@ -176,7 +187,7 @@ def _scale(columns: Sequence[Column], pixels: int, view: View) -> _Scale | None:
         clipped_low, clipped_high = math.log10(clipped_low), math.log10(clipped_high)
     if clipped_high > clipped_low and high - low > CLIP_GAIN * (clipped_high - clipped_low):
         low, high = clipped_low, clipped_high
-    if high / 2 - low / 2 <= 0:
+    if high <= low:
         room = abs(high) * 0.01 or 0.5
         low, high = low - room, high + room
     return _Scale(low, high, pixels, view.log_scale)
@@ -240,10 +251,15 @@ class _Canvas:
     def _band_column(self, x: int, top: int, bottom: int, owner: int) -> None:
         markers = self.view.markers
         down, cell = markers.down, x // markers.across
-        for row in range(top // down, bottom // down + 1):
-            first = max(top - row * down, 0)
-            last = min(bottom - row * down, down - 1)
-            self.bits[row][cell] |= _band_bits(markers, x % markers.across, first, last)
+        upper, lower, x = top // down, bottom // down, x % markers.across
+        whole = _band_bits(markers, x, 0, down - 1)
+        for row in range(upper, lower + 1):
+            bits = whole
+            if row in (upper, lower):
+                first = top - row * down if row == upper else 0
+                last = bottom - row * down if row == lower else down - 1
+                bits = _band_bits(markers, x, first, last)
+            self.bits[row][cell] |= bits
             self.owner[row][cell] = owner
 
     def _set(self, x: int, y: int, owner: int) -> None:

@@ -76,8 +76,24 @@ def fit(row: Row, width: int, cut: str) -> Row:
     return fitted
 
 
+def changed_cells(old: Row, new: Row, width: int) -> tuple[int, int]:
+    """First cell that differs between two rows, and the one after the last."""
+    before, after = row_text(old), row_text(new)
+    if not (before.isascii() or cell_len(before) == len(before)) or (
+        not (after.isascii() or cell_len(after) == len(after))
+    ):
+        return 0, width
+    a, b = ([(sign, style) for text, style in row for sign in text] for row in (old, new))
+    shorter = min(len(a), len(b))
+    start = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    if len(a) != len(b):
+        return start, width
+    end = next((i for i in range(shorter, start, -1) if a[i - 1] != b[i - 1]), start)
+    return start, max(end, start + 1)
+
+
 class Rows(Widget):
-    """A widget that draws what `build` gives, and sends only the rows that changed."""
+    """A widget that draws what `build` gives, and sends only what changed."""
 
     DEFAULT_CSS = """
     Rows { height: 1; width: 1fr; }
@@ -99,7 +115,7 @@ class Rows(Widget):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Build the rows anew and send those that differ from what is on the screen."""
+        """Build the rows anew and send the cells that differ from what is on the screen."""
         width, height = self.size
         if not width or not height:
             return
@@ -108,13 +124,14 @@ class Rows(Widget):
             self._strips.clear()
             self.refresh()
             return
-        changed = [
-            y for y, (old, new) in enumerate(zip(before, self._rows, strict=True)) if old != new
-        ]
-        for y in changed:
-            self._strips.pop(y, None)
-        if changed:
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+        regions = []
+        for y, (old, new) in enumerate(zip(before, self._rows, strict=True)):
+            if old != new:
+                self._strips.pop(y, None)
+                start, end = changed_cells(old, new, width)
+                regions.append(Region(start, y, end - start, 1))
+        if regions:
+            self.refresh(*regions)
 
     def notify_style_update(self) -> None:
         """Forget what was drawn when the theme changes."""

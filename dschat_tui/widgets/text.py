@@ -33,16 +33,16 @@ def short_number(value: float, width: int = 6) -> str:
         return "nan"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
-    for digits in (4, 3, 2, 1):
-        text = f"{value:.{digits}g}"
+    if 1e3 <= abs(value) < 10 ** (width - (value < 0)) - 1:
+        return f"{value:.0f}"
+    for form in (".4g", ".3g", ".2g", ".1g", ".1e", ".0e"):
+        text = f"{value:{form}}"
         if "e" in text:
             mantissa, exponent = text.split("e")
             text = f"{mantissa}e{int(exponent)}"
-            if 1e3 <= abs(value) < 10 ** (width - (value < 0)):
-                text = f"{value:.0f}"
         if len(text) <= width:
             return text
-    return text[:width]
+    return "0" if abs(value) < 1 else text[:width]
 
 
 def duration(seconds: float) -> str:

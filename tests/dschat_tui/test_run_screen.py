@@ -209,7 +209,7 @@ def test_smoothing_log_scale_and_markers_are_told(run: Path) -> None:
 
 def test_answers_are_sorted_searched_and_shown_whole(run: Path) -> None:
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
-        await until(pilot, lambda: screen.rollouts is not None and len(screen.rollouts) > 0)
+        await until(pilot, lambda: len(screen.rollouts) > 0)
         frame = await press(pilot, "a")
         assert "newest first" in frame
         assert f"answer {STEPS - 1} [bold]good" in frame
@@ -314,7 +314,7 @@ def test_a_hostile_log_neither_breaks_nor_colours_the_screen(
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
 
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
-        for key in ("l", "e", "h", "c"):
+        for key in ("l", "e", "h", "a", "c"):
             frame = await press(pilot, key)
             assert "\x1b" not in frame
             assert "\u202e" not in frame
@@ -363,6 +363,35 @@ def test_one_frame_as_text_needs_no_terminal(run: Path) -> None:
     assert frame.isascii()
     assert len(titles(frame)) == 6
     assert f"{len(ppo_lines())} lines" in frame
+
+
+def test_leaving_a_run_that_goes_on_asks(run: Path) -> None:
+    state = {"state": "running", "updated": time.time(), "steps": {"ppo": {"state": "running"}}}
+    (run / "run.json").write_text(json.dumps(state))
+
+    async def script(pilot: Pilot[None], screen: RunScreen) -> None:
+        frame = await press(pilot)
+        assert "running" in frame
+        await press(pilot, "q")
+        frame = screen_text(pilot.app.screen)
+        assert "[d] detach" in frame
+        assert "[s] stop" in frame
+        assert frame.isascii()
+        await press(pilot, "c")
+        assert pilot.app.screen is screen
+        await press(pilot, "q", "d")
+        assert pilot.app._exit
+
+    drive(run, script, ascii_only=True)
+
+
+def test_what_cannot_be_done_is_said(run: Path) -> None:
+    async def script(pilot: Pilot[None], screen: RunScreen) -> None:
+        assert "nothing to stop" in await press(pilot, "x")
+        await press(pilot, "l", "slash", *"nowhere", "enter")
+        await until(pilot, lambda: "no line holds 'nowhere'" in screen_text(screen))
+
+    drive(run, script, (160, 50))
 
 
 def test_the_table_of_keys_is_whole() -> None:
