@@ -1,25 +1,142 @@
-"""Requests to a run whose supervisor another process started."""
+"""Requests to a run whose supervisor another process started, and what there is to be found."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from dschat_tui.runs.folder import RunFolder, is_alive
+from dschat_tui.runs.folder import PENDING, RUNNING, STEPS, RunFolder, is_alive
+from dschat_tui.runs.supervisor import SAVE_SECONDS
+
+# What a listing says of a run whose run.json says running, and whose supervisor is gone.
+LOST = "lost"
+RUNS_FOLDER = Path("output")
+# A supervisor takes this long to start, at most, before it counts as gone.
+START_SECONDS = 30.0
 
 
 class NotRunning(ValueError):
     """A run has no supervisor on this machine that could be asked."""
 
 
-def ask_to_stop(run: RunFolder) -> None:
-    """Ask a run's supervisor to stop: a grace, then the end; asked again, without the grace.
+class NoSuchRun(ValueError):
+    """There is no run of this name or path."""
+
+
+def find_run(name: str) -> RunFolder:
+    """A run by its path, or by its name in `output/`.
+
+    Raises:
+        NoSuchRun: neither holds a run.json.
+    """
+    for path in (Path(name), RUNS_FOLDER / name):
+        if (path / "run.json").is_file():
+            return RunFolder(path)
+    raise NoSuchRun(
+        f"{name} is no run: there is no {Path(name) / 'run.json'}, nor "
+        f"{RUNS_FOLDER / name / 'run.json'}. `dschat runs list` shows those that are there"
+    )
+
+
+def find_runs(places: Iterable[Path]) -> list[RunFolder]:
+    """The runs in folders, and those that are runs themselves, the one that changed last first."""
+    files = set()
+    for place in places:
+        files |= {file.absolute() for file in (place / "run.json", *place.glob("*/run.json"))}
+    there = [(file.stat().st_mtime, file) for file in files if file.is_file()]
+    return [RunFolder(file.parent) for _, file in sorted(there, reverse=True)]
+
+
+def has_supervisor(state: dict[str, Any]) -> bool:
+    """Whether the supervisor that run.json names is alive on this machine."""
+    return is_alive(state.get("supervisor"))
+
+
+def standing(state: dict[str, Any]) -> str:
+    """The state of a run as it is: `running` in run.json is `lost` without a supervisor."""
+    told = str(state.get("state"))
+    if told not in (RUNNING, PENDING) or has_supervisor(state):
+        return told
+    starting = told == PENDING and time.time() - state.get("updated", 0) < START_SECONDS
+    return told if starting or told == PENDING else LOST
+
+
+def describe(run: RunFolder) -> dict[str, Any]:
+    """What `dschat runs` reports of a run; of an unreadable one its path and what is wrong."""
+    try:
+        state = run.read_state() or {"steps": {}, "state": "unknown"}
+    except (OSError, ValueError) as error:
+        return {
+            "name": run.path.name,
+            "path": str(run.path),
+            "standing": "unreadable",
+            "problem": str(error),
+            "checkpoints": {},
+            "state": {"steps": {}},
+        }
+    checkpoints = {
+        step.name: [manifest["step"] for manifest in run.checkpoints(step)] for step in STEPS
+    }
+    return {
+        "name": run.path.name,
+        "path": str(run.path),
+        "standing": standing(state),
+        "problem": None,
+        "checkpoints": {name: steps for name, steps in checkpoints.items() if steps},
+        "state": state,
+    }
+
+
+def ask_to_stop(run: RunFolder, save_seconds: float = SAVE_SECONDS) -> None:
+    """Ask a run to save a checkpoint and stop, within so many seconds.
+
+    Asked again, it stops without one, after a grace; and once more, without the grace.
 
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
     state = run.read_state() or {}
-    supervisor = state.get("supervisor")
-    if supervisor is None or not is_alive(supervisor):
+    if not has_supervisor(state):
         raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
-    os.kill(int(supervisor["pid"]), signal.SIGTERM)
+    if run.stop_request.exists():
+        end_now(run)
+    else:
+        run.request_stop(save_seconds)
+
+
+def end_now(run: RunFolder) -> None:
+    """Ask a run's supervisor to stop without a checkpoint; asked again, without the grace.
+
+    Raises:
+        NotRunning: its supervisor is gone, or runs on another machine.
+    """
+    state = run.read_state() or {}
+    if not has_supervisor(state):
+        raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
+    os.kill(int(state["supervisor"]["pid"]), signal.SIGTERM)
+
+
+def delete(run: RunFolder) -> list[str]:
+    """Remove what a run made; the names of what else lies in its folder, which stays.
+
+    Raises:
+        RunIsHeld: its supervisor is alive.
+        OSError: something cannot be removed.
+    """
+    with run.lock(wait=False):
+        for step in STEPS:
+            if run.step_folder(step).exists():
+                shutil.rmtree(run.step_folder(step))
+        # run.json last: what is left of an interrupted deletion is still a run
+        for file in (run.stop_request, run.supervisor_log, run.config_file, run.state_file):
+            file.unlink(missing_ok=True)
+        run.lock_file.unlink(missing_ok=True)
+    others = sorted(path.name for path in run.path.iterdir())
+    if not others:
+        run.path.rmdir()
+    return others

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from engine import training_log
 from engine.failure_causes import RETURN_CODES
@@ -11,10 +10,24 @@ from engine.failure_causes import RETURN_CODES
 LONGEST_LINE = 400
 
 
-def find_cause(log: Path, returncode: int | None, incomplete: list[str]) -> dict[str, str]:
-    """The cause as `{"id", "line", "advice"}`; `incomplete` names model folders that lack parts."""
-    document: dict[str, Any] = training_log.read_document(log)
-    cause: dict[str, str] | None = document["cause"]
+def find_cause(
+    log: Path, returncode: int | None, incomplete: list[str], offset: int = 0
+) -> dict[str, str]:
+    """The cause as `{"id", "line", "advice"}`.
+
+    Args:
+        log: of the step.
+        returncode: of the launcher.
+        incomplete: names of model folders that lack parts.
+        offset: where in the log this attempt at the step begins.
+    """
+    reader = training_log.LogReader()
+    with log.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            reader.feed(line.decode("utf-8", "replace").rstrip("\r\n"))
+    reader.finish()
+    cause = reader.cause
     if cause is not None and cause["id"] != "unknown":
         return cause
     if returncode in RETURN_CODES:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +63,10 @@ def is_alive(identity: dict[str, Any] | None) -> bool:
     return abs(now["started"] - identity["started"]) <= START_TIME_TOLERANCE_SECONDS
 
 
+class RunIsHeld(RuntimeError):
+    """Another process holds the lock of a run: its supervisor, or who ends what one left."""
+
+
 class RunFolder:
     """Paths inside a run's folder, and its state on disk."""
 
@@ -67,6 +75,8 @@ class RunFolder:
         self.config_file = self.path / "run.yaml"
         self.state_file = self.path / "run.json"
         self.supervisor_log = self.path / "supervisor.log"
+        self.stop_request = self.path / layout.STOP_REQUEST
+        self.lock_file = self.path / ".lock"
 
     def step_folder(self, step: Step) -> Path:
         """Folder of a step's log, metrics, checkpoints and models."""
@@ -79,6 +89,32 @@ class RunFolder:
     def model_folders(self, step: Step, ema: bool) -> list[Path]:
         """The model folders that a step must leave behind, complete, to be done."""
         return [self.step_folder(step) / name for name in layout.model_folders(step.name, ema)]
+
+    def checkpoints(self, step: Step) -> list[dict[str, Any]]:
+        """The manifests of a step's whole checkpoints, oldest first."""
+        found = []
+        for file in (self.step_folder(step) / "checkpoints").glob("step-*/checkpoint.json"):
+            try:
+                manifest = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if isinstance(manifest, dict) and isinstance(manifest.get("step"), int):
+                found.append(manifest)
+        return sorted(found, key=lambda manifest: int(manifest["step"]))
+
+    @contextmanager
+    def lock(self, wait: bool) -> Iterator[None]:
+        """Hold the run: one process at a time runs its steps, or ends what is left of them.
+
+        Raises:
+            RunIsHeld: another process holds it, and `wait` is not set.
+        """
+        with self.lock_file.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise RunIsHeld(f"{self.path}: another process looks after this run") from error
+            yield
 
     def read_state(self) -> dict[str, Any] | None:
         """The content of run.json, or None where there is no run yet.
@@ -100,20 +136,35 @@ class RunFolder:
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace run.json atomically: a reader sees the old state or the new one, whole."""
-        temporary = self.path / f".run.json.{os.getpid()}"
         content = json.dumps({**state, "updated": time.time()}, indent=2, allow_nan=False)
+        self._replace(self.state_file, content + "\n")
+
+    def write_config(self, config_yaml: str) -> None:
+        """Replace run.yaml atomically."""
+        self._replace(self.config_file, config_yaml)
+
+    def request_stop(self, limit_seconds: float) -> None:
+        """Ask the running step to save a checkpoint and end, and its supervisor to see to it.
+
+        After `limit_seconds` the supervisor ends the step's processes itself.
+        """
+        self._replace(self.stop_request, json.dumps({"limit_seconds": limit_seconds}) + "\n")
+
+    def _replace(self, target: Path, content: str) -> None:
+        temporary = self.path / f".{target.name}.{os.getpid()}"
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(content + "\n")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self.state_file)
+        temporary.replace(target)
 
     def create(self, config_yaml: str, profile: str, steps: list[Step]) -> dict[str, Any]:
         """Write run.yaml and a run.json with `steps` pending; steps already there are kept."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(config_yaml, encoding="utf-8")
+        self.write_config(config_yaml)
         state = self.read_state() or {
             "version": 1,
+            "id": uuid.uuid4().hex,
             "profile": profile,
             "created": time.time(),
             "steps": {},
@@ -137,6 +188,7 @@ def new_step_state(step: Step) -> dict[str, Any]:
         "started": None,
         "ended": None,
         "returncode": None,
+        "log_offset": 0,
         "cause": None,
         "metrics": {},
     }

@@ -1,12 +1,14 @@
 """The process that owns a run: `python -m dschat_tui.runs.supervisor RUN`.
 
 It launches the steps one after another, each in a process group of its own, keeps run.json, and
-leaves no process behind. SIGTERM asks it to stop; a second one skips the grace.
+leaves no process behind. The file stop-request asks it to stop with a checkpoint; SIGTERM without
+one; a second SIGTERM skips the grace.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -31,11 +33,14 @@ from dschat_tui.runs.folder import (
     Step,
     process_identity,
 )
+from dschat_tui.runs.guard import start_guard
+from dschat_tui.runs.processes import RUN_MARK
 from dschat_tui.runs.results import final_metrics
 from engine.config import load_config
 from engine.models.folders import is_complete_model
 
 GRACE_SECONDS = 15.0
+SAVE_SECONDS = 300.0
 HEARTBEAT_SECONDS = 5.0
 POLL_SECONDS = 0.1
 PR_SET_CHILD_SUBREAPER = 36
@@ -43,6 +48,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def start(run: RunFolder) -> subprocess.Popen[bytes]:
     """Start the supervisor of a created run in a session of its own and return at once."""
+    # one of an earlier life of the run; those that come from now on count
+    run.stop_request.unlink(missing_ok=True)
     with run.supervisor_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "dschat_tui.runs.supervisor", str(run.path)],
@@ -72,32 +79,65 @@ class Supervisor:
         self.ema = ema
         self.grace_seconds = grace_seconds
         self.stop_requests = 0
+        self.save_until: float | None = None
         state = run.read_state()
         if state is None:
             raise FileNotFoundError(f"{run.state_file} does not exist; `dschat run` makes it")
         self.state: dict[str, Any] = state
+        if "id" in state:
+            self.environment = {**environment, RUN_MARK: state["id"]}
 
     def run(self) -> str:
-        """Run all pending steps in order; the final state of the run, as run.json has it."""
+        """Run all pending steps in order; the final state of the run, as run.json has it.
+
+        Raises:
+            RunIsHeld: another supervisor runs it.
+        """
+        own_identity = process_identity(os.getpid())
+        assert own_identity is not None
+        # before the lock, which a forked process would share
+        start_guard(self.run_folder, own_identity, self.grace_seconds)
+        with self.run_folder.lock(wait=False):
+            return self._run(own_identity)
+
+    def _run(self, own_identity: dict[str, Any]) -> str:
         _adopt_orphans()
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self.state |= {"state": RUNNING, "supervisor": process_identity(os.getpid())}
+        self.state |= {"state": RUNNING, "supervisor": own_identity, "stop": None}
         self._save()
         outcome = DONE
         for step in STEPS:
             record = self.state["steps"].get(step.name)
             if record is None or record["state"] != PENDING:
                 continue
-            outcome = STOPPED if self.stop_requests else self._run_step(step, record)
+            self._look_for_request()
+            asked = self.stop_requests or self.save_until is not None
+            outcome = STOPPED if asked else self._run_step(step, record)
             if outcome != DONE:
                 break
-        self.state |= {"state": outcome}
+        self.state |= {"state": outcome, "stop": None}
         self._save()
+        self.run_folder.stop_request.unlink(missing_ok=True)
         return outcome
 
     def _ask_to_stop(self, number: int, frame: object) -> None:
         self.stop_requests += 1
+
+    def _look_for_request(self) -> None:
+        """Take note of a request to save and stop, and of when to stop without."""
+        if self.save_until is not None or not self.run_folder.stop_request.exists():
+            return
+        limit = SAVE_SECONDS
+        try:
+            content = json.loads(self.run_folder.stop_request.read_text(encoding="utf-8"))
+            limit = float(content["limit_seconds"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            # a person may have made the file with `touch`
+            print(f"stop-request without a limit ({error!r}): {limit:.0f} s", file=sys.stderr)
+        self.save_until = time.monotonic() + limit
+        self.state["stop"] = {"asked": time.time(), "limit_seconds": limit}
+        self._beat()
 
     def _save(self) -> None:
         self.run_folder.write_state(self.state)
@@ -113,9 +153,16 @@ class Supervisor:
         folder = self.run_folder.step_folder(step)
         folder.mkdir(parents=True, exist_ok=True)
         command = self.command_of(step)
-        record |= {"state": RUNNING, "command": command, "started": time.time()}
-        self._save()
         log_path = self.run_folder.training_log(step)
+        # what stands in the log before was said by an earlier attempt
+        offset = log_path.stat().st_size if log_path.exists() else 0
+        record |= {
+            "state": RUNNING,
+            "command": command,
+            "started": time.time(),
+            "log_offset": offset,
+        }
+        self._save()
         try:
             with log_path.open("ab", buffering=0) as log:
                 leader = subprocess.Popen(
@@ -150,9 +197,10 @@ class Supervisor:
         ]
         if returncode == 0 and not missing:
             return self._end_step(record, DONE, returncode, None)
-        if self.stop_requests:
+        if self.stop_requests or (returncode == 0 and self.save_until is not None):
             return self._end_step(record, STOPPED, returncode, None)
-        return self._end_step(record, FAILED, returncode, find_cause(log_path, returncode, missing))
+        cause = find_cause(log_path, returncode, missing, offset)
+        return self._end_step(record, FAILED, returncode, cause)
 
     def _end_step(
         self,
@@ -193,6 +241,9 @@ class Supervisor:
             if not _group_exists(leader) and not _descendants():
                 return returncode
             now = time.monotonic()
+            self._look_for_request()
+            if self.save_until is not None and now >= self.save_until and returncode is None:
+                self.stop_requests = max(1, self.stop_requests)
             if kill_at is None and (self.stop_requests or returncode is not None):
                 kill_at = now + self.grace_seconds
             # after an exit of 0 stragglers may be writing still: they have the grace in peace

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dschat_tui import tables
+from dschat_tui.runs import control
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import DONE, FAILED, RUNNING, STEPS, STOPPED, RunFolder, Step
+from dschat_tui.runs.folder import DONE, FAILED, RUNNING, STEPS, STOPPED, RunFolder, RunIsHeld, Step
 from dschat_tui.runs.results import duration
 from engine import training_log
 
@@ -32,6 +34,8 @@ SHOWN_METRICS = {
 }
 TALKING = ("sft", "ppo")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DETACHED = "detached"
+QUESTION = "[d]etach and leave it running, [s]top it (saves a checkpoint), or [c]ontinue watching? "
 POLL_SECONDS = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -123,27 +127,59 @@ class StepProgress:
 
 
 class Watch:
-    """Follows a run until its end. It only reads the folder, and may ask the run to stop."""
+    """Follows a run until its end. It only reads the folder, and may ask the run to stop.
 
-    def __init__(self, run: RunFolder, supervisor: subprocess.Popen[bytes]) -> None:
+    `supervisor` is the process that was just started; None: the one that run.json names.
+    """
+
+    def __init__(self, run: RunFolder, supervisor: subprocess.Popen[bytes] | None = None) -> None:
         self.run = run
         self.supervisor = supervisor
         self.state: dict[str, Any] = run.read_state() or {}
         self.progress: StepProgress | None = None
         self.stop_requests = 0
+        self.interrupts = 0
 
-    def follow(self, show: Callable[[], None]) -> str:
+    def follow(self, show: Callable[[], None], ask: Callable[[], str] | None = None) -> str:
         """Call `show` after each look, until the run ends; its final state.
 
         A run whose supervisor died without an end stays `running` (or `pending`).
+
+        Args:
+            show: is called after each look.
+            ask: what to do after the first Ctrl-C: "detach", "stop" or "continue". Without it a
+                Ctrl-C is a request to stop.
         """
         while True:
-            ended = self.supervisor.poll() is not None
+            ended = not self._supervised()
             self.look()
             show()
-            if ended:
+            if ended and not self._is_guarded():
+                self.look()
                 return self._final_state()
+            if self.interrupts:
+                self.interrupts = 0
+                answer = ask() if ask and not self.stop_requests else "stop"
+                if answer == "detach":
+                    return DETACHED
+                if answer == "stop":
+                    self.ask_to_stop()
             time.sleep(POLL_SECONDS)
+
+    def _supervised(self) -> bool:
+        if self.supervisor is not None:
+            return self.supervisor.poll() is None
+        return control.has_supervisor(self.run.read_state() or {})
+
+    def _is_guarded(self) -> bool:
+        """Whether a guard is ending what a killed supervisor left, and will write run.json."""
+        if self.state["state"] != RUNNING:
+            return False
+        try:
+            with self.run.lock(wait=False):
+                return False
+        except RunIsHeld:
+            return True
 
     def look(self) -> None:
         """Read run.json and what the running step wrote."""
@@ -161,10 +197,34 @@ class Watch:
         return next((step for step in STEPS if states.get(step.name) == RUNNING), None)
 
     def ask_to_stop(self) -> None:
-        """Ask the supervisor to stop; a second time, without the grace."""
+        """Ask for a stop with a checkpoint; then for one without; then without the grace."""
         self.stop_requests += 1
-        if self.supervisor.poll() is None:
-            self.supervisor.send_signal(signal.SIGTERM)
+        try:
+            if self.stop_requests == 1:
+                self.run.request_stop(control.SAVE_SECONDS)
+            elif self.supervisor is None:
+                control.end_now(self.run)
+            elif self.supervisor.poll() is None:
+                self.supervisor.send_signal(signal.SIGTERM)
+        except control.NotRunning:
+            return  # it has ended meanwhile, as the next look tells
+
+    def stopping_text(self) -> str:
+        """What happens to a run that was asked to stop, and what another Ctrl-C does."""
+        if self.stop_requests > 1:
+            return "ending its processes (Ctrl-C once more: at once)"
+        limit = control.SAVE_SECONDS
+        stop = self.state.get("stop")
+        if stop:
+            limit = max(0.0, stop["asked"] + stop["limit_seconds"] - time.time())
+        return (
+            f"stopping after this step with a checkpoint, for {duration(limit)} at most "
+            "(Ctrl-C once more: without one)"
+        )
+
+    def is_stopping(self) -> bool:
+        """Whether this or another process asked the run to stop."""
+        return self.stop_requests > 0 or bool(self.state.get("stop"))
 
     def _final_state(self) -> str:
         # a request may reach the supervisor before it has begun anything, and end it
@@ -174,24 +234,39 @@ class Watch:
         return str(self.state["state"])
 
 
-def watch(run: RunFolder, supervisor: subprocess.Popen[bytes], json_output: bool) -> int:
-    """Show a run until its end, then its summary; the exit code of the command."""
+def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_output: bool) -> int:
+    """Show a run until its end, then its summary; the exit code of the command.
+
+    On a terminal Ctrl-C asks whether to detach or to stop.
+    """
     watched = Watch(run, supervisor)
 
-    def ask_to_stop(number: int, frame: object) -> None:
-        watched.ask_to_stop()
+    def note(number: int, frame: object) -> None:
+        watched.interrupts += 1
 
-    before = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        with _display(watched) as show:
-            outcome = watched.follow(show)
+        display = _display(watched)
+        with display as show:
+            pause = display.paused if isinstance(display, _LivePicture) else nullcontext
+
+            def ask() -> str:
+                with pause():
+                    return _ask(watched)
+
+            on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+            outcome = watched.follow(show, ask if on_terminal else None)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if json_output:
         print(json.dumps({"path": str(run.path), **watched.state}, indent=2))
-    else:
+    elif outcome != DETACHED:
         print(tables.summary(watched.state))
+    if outcome == DETACHED:
+        shown = shlex.quote(_shown_path(run.path))
+        print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
+        return 0
     if outcome == DONE:
         can_talk = any(watched.state["steps"].get(s, {}).get("state") == DONE for s in TALKING)
         if can_talk and not json_output:
@@ -199,6 +274,25 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes], json_output: bool
         return EXIT_CODES[DONE]
     print(_explain(run, watched.state), file=sys.stderr)
     return EXIT_CODES.get(outcome, EXIT_CODES[FAILED])
+
+
+def _ask(watched: Watch) -> str:
+    """What a person wants after Ctrl-C; a second Ctrl-C is a stop, an end of input a detach."""
+    print(f"\n{QUESTION}", end="", file=sys.stderr, flush=True)
+    while not watched.interrupts:
+        ready, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
+        if not ready:
+            continue
+        line = sys.stdin.readline()
+        answer = line.strip().lower()[:1]
+        if not line or answer == "d":
+            return "detach"
+        if answer in ("s", "c"):
+            return "stop" if answer == "s" else "continue"
+        print(QUESTION, end="", file=sys.stderr, flush=True)
+    watched.interrupts = 0
+    print(file=sys.stderr)
+    return "stop"
 
 
 def _explain(run: RunFolder, state: dict[str, Any]) -> str:
@@ -212,7 +306,10 @@ def _explain(run: RunFolder, state: dict[str, Any]) -> str:
                 f"{tables.plain(cause['line'])} -- {cause['advice']} Log: {run.training_log(step)}"
             )
     if state["state"] == STOPPED:
-        return "dschat: stopped; nothing of the run is left running"
+        return (
+            "dschat: stopped; nothing of the run is left running. Go on: dschat run --resume "
+            + shlex.quote(_shown_path(run.path))
+        )
     running = [r["process"]["pid"] for r in state["steps"].values() if r["state"] == RUNNING]
     left = f"; its process group {running[0]} may still run" if running else ""
     said = tables.plain(last_line(run.supervisor_log))
@@ -244,10 +341,13 @@ class _Lines:
 
     def __call__(self) -> None:
         progress = self.watched.progress
-        if self.watched.stop_requests and self.shown != ("", "stopping"):
-            self.shown = ("", "stopping")
-            print("stopping (once more: without grace)", file=sys.stderr, flush=True)
-        if progress is None or self.watched.stop_requests:
+        if self.watched.is_stopping():
+            told = ("", f"stopping {self.watched.stop_requests > 1}")
+            if self.shown != told:
+                self.shown = told
+                print(self.watched.stopping_text(), file=sys.stderr, flush=True)
+            return
+        if progress is None:
             return
         now, current = time.monotonic(), (progress.step.name, progress.phase)
         if current[0] != self.shown[0]:
@@ -279,6 +379,15 @@ class _LivePicture:
 
     def __exit__(self, *details: object) -> None:
         self.live.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to a question for a while."""
+        self.live.stop()
+        try:
+            yield
+        finally:
+            self.live.start()
 
     def picture(self) -> RenderableType:
         """The run as it is now."""
@@ -312,6 +421,6 @@ class _LivePicture:
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
         if watched.progress is not None and watched.progress.warnings:
             lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
-        if watched.stop_requests:
-            lines.append(Text("stopping (Ctrl-C once more: without grace)", style="yellow"))
+        if watched.is_stopping():
+            lines.append(Text(watched.stopping_text(), style="yellow"))
         return Group(*lines)

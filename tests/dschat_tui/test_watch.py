@@ -136,9 +136,16 @@ def test_a_supervisor_that_vanishes_is_said_so(fake_run, capsys):
     supervisor.kill()
     assert watch.watch(fake.run, supervisor, json_output=True) == 1
     err = capsys.readouterr().err
-    assert "supervisor is gone" in err
-    assert str(fake.state()["steps"]["sft"]["process"]["pid"]) in err
+    assert "supervisor_lost" in err
+    assert str(supervisor.pid) in err
+    assert fake.survivors() == []
 
+
+STOPS_ON_REQUEST = """
+(folder.parent / "ready").touch()
+while not (folder.parent / "stop-request").exists():
+    time.sleep(0.05)
+"""
 
 WATCHER = """
 import subprocess, sys
@@ -152,7 +159,7 @@ sys.exit(watch(RunFolder(Path(sys.argv[1])), supervisor, True))
 
 
 def test_interrupting_the_command_stops_the_run_and_exits_130(fake_run):
-    fake = fake_run(sft="(folder.parent / 'ready').touch(); time.sleep(600)")
+    fake = fake_run(sft=STOPS_ON_REQUEST)
     command = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
     watcher = subprocess.Popen(
         command,
