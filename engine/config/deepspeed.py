@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from engine.config.schema import MixzConfig
+from engine.config.schema import RoleConfig, RunConfig
+
+Role = Literal["actor", "critic"]
 
 
 def deepspeed_config(
@@ -16,7 +19,8 @@ def deepspeed_config(
     accumulation: int,
     ranks: int,
     max_gradient_norm: float | None = None,
-    mixz: MixzConfig | None = None,
+    zero_options: Mapping[str, Any] | None = None,
+    nvme_path: str | None = None,
     monitor: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """The configuration of one engine.
@@ -29,19 +33,19 @@ def deepspeed_config(
         accumulation: micro batches an optimizer step.
         ranks: data-parallel ranks.
         max_gradient_norm: clips gradients; None for an engine that is not trained.
-        mixz: quantise frozen weights.
+        zero_options: further keys of its section zero_optimization.
+        nvme_path: folder for what is offloaded, in place of host memory.
         monitor: folder and job name of TensorBoard events, written by rank 0.
     """
     zero: dict[str, Any] = {"stage": zero_stage}
+    place = {"device": "cpu"} if nvme_path is None else {"device": "nvme", "nvme_path": nvme_path}
     if zero_stage == 3:
         # Shards of small parameters cost more to gather than they save.
         zero |= {"stage3_param_persistence_threshold": 10_000}
-        zero["offload_param"] = {"device": "cpu" if offload else "none"}
+        zero["offload_param"] = place if offload else {"device": "none"}
     if offload and max_gradient_norm is not None:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if mixz is not None and mixz.enabled:
-        zero["zero_quantized_nontrainable_weights"] = True
-        zero["zero_hpz_partition_size"] = mixz.hpz_partition_size or 1
+        zero["offload_optimizer"] = place
+    zero |= zero_options or {}
     config: dict[str, Any] = {
         "train_batch_size": micro_batch_size * accumulation * ranks,
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -65,3 +69,35 @@ def deepspeed_config(
             "job_name": monitor[1],
         }
     return config
+
+
+def role_layout(config: RunConfig, role: Role) -> dict[str, Any]:
+    """How a trained model is laid out, as arguments of `deepspeed_config`.
+
+    MixZ concerns the actor alone.
+    """
+    options: RoleConfig = getattr(config, role)
+    zero_options: dict[str, Any] = {}
+    mixz = role == "actor" and config.mixz.enabled
+    if options.zero_quantized_weights:
+        zero_options["zero_quantized_weights"] = True
+    if options.zero_quantized_gradients:
+        zero_options["zero_quantized_gradients"] = True
+    if mixz:
+        zero_options["zero_quantized_nontrainable_weights"] = True
+        # Gathered several at once, DeepSpeed (0.19.8) leaves quantised weights as integers.
+        zero_options["stage3_allgather_sequential"] = True
+    if mixz or options.hierarchical_partition:
+        zero_options["zero_hpz_partition_size"] = _devices_of_a_node(config)
+    return {
+        "zero_stage": options.zero_stage,
+        "offload": options.offload,
+        "nvme_path": options.nvme_path,
+        "zero_options": zero_options,
+    }
+
+
+def _devices_of_a_node(config: RunConfig) -> int:
+    """The size of a secondary partition: 1, which is none, unless there are several nodes."""
+    several = config.launch.deployment == "multi_node"
+    return config.mixz.hpz_partition_size or (config.launch.num_accelerators if several else 1)

@@ -89,6 +89,56 @@ def _mixz_needs(config: RunConfig, facts: ModelFacts) -> str | None:
     return None
 
 
+def _align_overflow(config: RunConfig, facts: ModelFacts) -> str | None:
+    if config.ppo.align_overflow and config.dtype != "fp16":
+        return f"ppo.align_overflow with dtype={config.dtype}"
+    return None
+
+
+_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_gradients", "hierarchical_partition")
+
+
+def _zero_plus_plus(config: RunConfig) -> dict[str, str]:
+    """From the key of each ZeRO++ option that cannot work to what is wrong with it."""
+    wrong = {}
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        for field in _ZERO_PLUS_PLUS:
+            if getattr(role, field) and role.zero_stage != 3:
+                wrong[f"{name}.{field}"] = (
+                    f"{name}.{field} with {name}.zero_stage={role.zero_stage}"
+                )
+    return wrong
+
+
+def _zero_plus_plus_needs(config: RunConfig, facts: ModelFacts) -> str | None:
+    return next(iter(_zero_plus_plus(config).values()), None)
+
+
+def _hierarchical_needs_nodes(config: RunConfig, facts: ModelFacts) -> str | None:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if role.hierarchical_partition and config.launch.deployment != "multi_node":
+            return (
+                f"{name}.hierarchical_partition with launch.deployment={config.launch.deployment}"
+            )
+    return None
+
+
+def _nvme_needs(config: RunConfig, facts: ModelFacts) -> str | None:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if role.nvme_path is not None and not (role.offload and role.zero_stage == 3):
+            return (
+                f"{name}.nvme_path={role.nvme_path} with {name}.zero_stage={role.zero_stage} and "
+                f"{name}.offload={_text(role.offload)}"
+            )
+    return None
+
+
+def _mixz_on_nvme(config: RunConfig, facts: ModelFacts) -> str | None:
+    if config.mixz.enabled and config.actor.nvme_path is not None:
+        return f"mixz.enabled with actor.nvme_path={config.actor.nvme_path}"
+    return None
+
+
 def _hpz_partition(config: RunConfig, facts: ModelFacts) -> str | None:
     size = config.mixz.hpz_partition_size
     if size is None:
@@ -224,6 +274,45 @@ RULES: tuple[Rule, ...] = (
         _hpz_partition,
         "the secondary partition must span exactly one node of several, and none on one node",
         lambda config: {"mixz.hpz_partition_size": "null"},
+    ),
+    Rule(
+        "mixz-not-on-nvme",
+        _mixz_on_nvme,
+        "weights that lie in files cannot be kept quantised",
+        lambda config: {"actor.nvme_path": "null"},
+    ),
+    Rule(
+        "zero-plus-plus-needs-zero3",
+        _zero_plus_plus_needs,
+        "ZeRO++ changes how the shards of ZeRO-3 are gathered and reduced",
+        lambda config: {f"{key.split('.')[0]}.zero_stage": 3 for key in _zero_plus_plus(config)},
+    ),
+    Rule(
+        "hierarchical-partition-needs-nodes",
+        _hierarchical_needs_nodes,
+        "a copy for each node needs several nodes",
+        lambda config: {
+            f"{name}.hierarchical_partition": False
+            for name, role in (("actor", config.actor), ("critic", config.critic))
+            if role.hierarchical_partition
+        },
+    ),
+    Rule(
+        "nvme-needs-zero3-and-offload",
+        _nvme_needs,
+        "only ZeRO-3 with offload writes states into files",
+        lambda config: {
+            key: value
+            for name, role in (("actor", config.actor), ("critic", config.critic))
+            if role.nvme_path is not None
+            for key, value in ((f"{name}.zero_stage", 3), (f"{name}.offload", True))
+        },
+    ),
+    Rule(
+        "align-overflow-needs-fp16",
+        _align_overflow,
+        "only fp16 has a loss scale and steps that are skipped",
+        lambda config: {"ppo.align_overflow": False},
     ),
     Rule(
         "offload-needs-zero2",

@@ -179,6 +179,27 @@ class RoleConfig(Section):
         "Offload",
         "Keep optimizer states (and, under ZeRO-3, parameters) in host memory; slower",
     )
+    nvme_path: str | None = option(
+        None,
+        "NVMe folder",
+        "Offload into files of this folder instead of host memory (ZeRO-Infinity); needs ZeRO-3",
+    )
+    zero_quantized_weights: bool = option(
+        False,
+        "Quantised gather",
+        "ZeRO++: send weights as int8 when ZeRO-3 gathers them; half the traffic, small errors",
+    )
+    zero_quantized_gradients: bool = option(
+        False,
+        "Quantised gradients",
+        "ZeRO++: send gradients as int4 when ZeRO-3 reduces them; needs CUDA",
+    )
+    hierarchical_partition: bool = option(
+        False,
+        "Hierarchical partition",
+        "ZeRO++: a second copy of the weights in each of several nodes, so that backward passes "
+        "gather within a node",
+    )
     gradient_checkpointing: bool = option(
         False,
         "Gradient checkpointing",
@@ -209,6 +230,9 @@ class RefConfig(Section):
 
     offload: bool = option(
         False, "Offload reference", "Keep the reference model's parameters in host memory"
+    )
+    offload_reward: bool = option(
+        False, "Offload reward model", "Keep the reward model's parameters in host memory in step 3"
     )
     share_actor: bool = option(
         True,
@@ -242,7 +266,8 @@ class MixzConfig(Section):
     hpz_partition_size: PositiveInt | None = option(
         None,
         "Secondary partition",
-        "Devices that share a secondary copy of the weights; empty: from the topology",
+        "Devices that share a secondary copy of the weights; empty: those of a node on several "
+        "nodes, none on one",
         "devices",
     )
 

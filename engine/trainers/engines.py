@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from engine.distributed import world_size
+from engine.models.quantization import install_quantizer
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,17 @@ def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
     """Let transformers load a model into ZeRO-3 shards, if the configuration asks for ZeRO-3.
 
     No rank ever holds the whole model then.
+
+    Raises:
+        ValueError: an option of ZeRO-3 that this device lacks.
     """
-    if config["zero_optimization"]["stage"] != 3:
+    zero = config["zero_optimization"]
+    if zero["stage"] != 3:
         yield
         return
+    _check_device(zero)
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
+        install_quantizer()
     # transformers keeps a weak reference alone: the object must live as long as the loading.
     keep_alive = HfDeepSpeedConfig(config)
     try:
@@ -109,6 +117,23 @@ def engine_step(engine: deepspeed.DeepSpeedEngine) -> float:
     if norm is None:
         norm = engine.get_global_grad_norm()
     return math.nan if norm is None else float(norm)
+
+
+def _check_device(zero: dict[str, Any]) -> None:
+    """Refuse what needs DeepSpeed's kernels where there are none."""
+    name = get_accelerator().device_name()
+    if zero.get("zero_quantized_gradients") and name != "cuda":
+        raise ValueError(
+            f"zero_quantized_gradients needs DeepSpeed's CUDA kernels, not a {name}; "
+            "set actor.zero_quantized_gradients=false and critic.zero_quantized_gradients=false"
+        )
+    on_nvme = zero["offload_param"]["device"] == "nvme"
+    if on_nvme and not deepspeed.ops.__compatible_ops__.get("async_io"):
+        raise ValueError(
+            f"nvme_path={zero['offload_param']['nvme_path']} needs DeepSpeed's async_io, which "
+            "does not build here; install libaio with its headers (libaio-dev), or set "
+            "actor.nvme_path=null and critic.nvme_path=null"
+        )
 
 
 def _adamw(plan: OptimizerPlan, offload: bool) -> torch.optim.Optimizer:

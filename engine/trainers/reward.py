@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine import training_log
 from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_loss_all_tokens
-from engine.config.deepspeed import deepspeed_config
+from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, PairCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.load import resize_for, resolve_model
@@ -55,14 +55,13 @@ class RewardTrainer:
         report.phase("loading the model")
         self.plan = BatchPlan.of(options, world_size())
         engine_config = deepspeed_config(
-            zero_stage=config.critic.zero_stage,
-            offload=config.critic.offload,
             dtype=dtype_name(context.dtype),
             micro_batch_size=self.plan.micro_batch_size,
             accumulation=self.plan.accumulation,
             ranks=world_size(),
             max_gradient_norm=options.max_gradient_norm,
             monitor=context.monitor("reward"),
+            **role_layout(config, "critic"),
         )
         with zero3_loading(engine_config):
             model = RewardModel.from_pretrained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -13,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from engine.algorithms.averages import ema_update
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.preference import gather_last
-from engine.config.deepspeed import deepspeed_config
+from engine.config.deepspeed import Role, deepspeed_config, role_layout
 from engine.config.schema import RoleConfig
 from engine.distributed import world_size
 from engine.models.families import position_arguments
 from engine.models.load import load_causal_lm, resize_for
 from engine.models.lora import adapters_off, add_lora, describe_lora, parameter_groups
+from engine.models.quantization import quantize_frozen
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
@@ -57,6 +59,8 @@ class RLHFEngine:
             actor = add_lora(actor, config.actor.lora)
             report.note(f"actor {describe_lora(actor)}")
         self.actor = self._train(actor, "actor", config.actor, optimizer_steps)
+        if config.mixz.enabled:
+            report.note(str(quantize_frozen(self.actor.module)))
 
         shared = config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
         self.ref: DeepSpeedEngine | None = None
@@ -80,25 +84,31 @@ class RLHFEngine:
         self.reward = self._load_reward()
         self.actor_ema = ActorAverage(self.actor, config.ema.decay) if config.ema.enabled else None
 
-    def _engine_config(
-        self, role: RoleConfig, trained: bool, monitor: str | None = None, offload: bool = False
-    ) -> dict:
+    def _training_config(self, role: Role) -> dict[str, Any]:
         context = self.context
-        stage = role.zero_stage
         return deepspeed_config(
-            # A model that is not trained has only parameters to shard.
-            zero_stage=stage if trained or stage == 3 else 0,
-            offload=offload,
             dtype=dtype_name(context.dtype),
             micro_batch_size=self.plan.micro_batch_size,
             accumulation=self.plan.accumulation,
             ranks=world_size(),
-            max_gradient_norm=context.config.ppo.max_gradient_norm if trained else None,
-            monitor=context.monitor(monitor) if monitor else None,
+            max_gradient_norm=context.config.ppo.max_gradient_norm,
+            monitor=context.monitor(role),
+            **role_layout(context.config, role),
+        )
+
+    def _frozen_config(self, role: RoleConfig, offload: bool) -> dict[str, Any]:
+        """That of a model which is not trained: it has only parameters to shard."""
+        return deepspeed_config(
+            zero_stage=3 if role.zero_stage == 3 or offload else 0,
+            offload=offload,
+            dtype=dtype_name(self.context.dtype),
+            micro_batch_size=self.plan.micro_batch_size,
+            accumulation=self.plan.accumulation,
+            ranks=world_size(),
         )
 
     def _load_actor(self, role: RoleConfig) -> nn.Module:
-        with zero3_loading(self._engine_config(role, trained=True)):
+        with zero3_loading(self._training_config("actor")):
             model = load_causal_lm(
                 self.context.sft_model(),
                 self.context.dtype,
@@ -110,7 +120,7 @@ class RLHFEngine:
 
     def _load_ref(self) -> DeepSpeedEngine:
         config = self.context.config
-        engine_config = self._engine_config(config.actor, trained=False, offload=config.ref.offload)
+        engine_config = self._frozen_config(config.actor, config.ref.offload)
         with zero3_loading(engine_config):
             model = load_causal_lm(
                 self.context.sft_model(),
@@ -121,7 +131,7 @@ class RLHFEngine:
         return frozen_engine(model, engine_config)
 
     def _load_critic(self, role: RoleConfig) -> RewardModel:
-        with zero3_loading(self._engine_config(role, trained=True)):
+        with zero3_loading(self._training_config("critic")):
             return RewardModel.from_pretrained(
                 self.context.trained_reward_model(),
                 self.context.dtype,
@@ -131,7 +141,7 @@ class RLHFEngine:
 
     def _load_reward(self) -> DeepSpeedEngine:
         config = self.context.config
-        engine_config = self._engine_config(config.critic, trained=False)
+        engine_config = self._frozen_config(config.critic, config.ref.offload_reward)
         with zero3_loading(engine_config):
             model = RewardModel.from_pretrained(
                 self.context.trained_reward_model(),
@@ -141,7 +151,7 @@ class RLHFEngine:
         return frozen_engine(model, engine_config)
 
     def _train(
-        self, model: nn.Module, name: str, role: RoleConfig, optimizer_steps: int
+        self, model: nn.Module, name: Role, role: RoleConfig, optimizer_steps: int
     ) -> DeepSpeedEngine:
         ppo = self.context.config.ppo
         plan = OptimizerPlan(
@@ -154,8 +164,7 @@ class RLHFEngine:
             warmup_steps=ppo.warmup_steps,
             total_steps=optimizer_steps,
         )
-        engine_config = self._engine_config(role, True, monitor=name, offload=role.offload)
-        return training_engine(model, engine_config, plan)
+        return training_engine(model, self._training_config(name), plan)
 
     def answer_logits(
         self, model: DeepSpeedEngine, ids: Tensor, mask: Tensor, width: int

@@ -9,11 +9,12 @@ import torch
 
 from engine import training_log
 from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
-from engine.config.deepspeed import deepspeed_config
+from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.load import load_causal_lm, resize_for, resolve_model
 from engine.models.lora import add_lora, describe_lora, parameter_groups
+from engine.models.quantization import quantize_frozen
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
 from engine.planning.shapes import ModelShape
@@ -50,14 +51,13 @@ class SFTTrainer:
         report.phase("loading the model")
         self.plan = BatchPlan.of(options, world_size())
         engine_config = deepspeed_config(
-            zero_stage=config.actor.zero_stage,
-            offload=config.actor.offload,
             dtype=dtype_name(context.dtype),
             micro_batch_size=self.plan.micro_batch_size,
             accumulation=self.plan.accumulation,
             ranks=world_size(),
             max_gradient_norm=options.max_gradient_norm,
             monitor=context.monitor("sft"),
+            **role_layout(config, "actor"),
         )
         with zero3_loading(engine_config):
             model = load_causal_lm(
@@ -87,6 +87,8 @@ class SFTTrainer:
             total_steps=self.total_steps,
         )
         self.engine = training_engine(model, engine_config, optimizer)
+        if config.mixz.enabled:
+            report.note(str(quantize_frozen(self.engine.module)))
         self.checkpoints = context.checkpoints({"sft": self.engine})
         self.watchdog = Watchdog(report, {"actor": self.engine})
         self.perplexity = math.nan

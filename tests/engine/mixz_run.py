@@ -1,0 +1,66 @@
+"""Runs with MixZ and without it, on a model just large enough for DeepSpeed to quantise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from matrix_run import options
+from torch import nn
+
+from engine.models.embedded import build
+from engine.trainers.context import StepContext
+from engine.trainers.ppo import PPOTrainer
+from engine.trainers.sft import SFTTrainer
+
+LORA = ("actor.zero_stage=3", "actor.lora.rank=4", "actor.lora.only=true")
+STEPS = 4
+
+
+def large_model(folder: Path) -> str:
+    """A Llama of one layer with matrices of more than 500,000 elements."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    embedded = build("tiny-llama")
+    config = AutoConfig.from_pretrained(embedded)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1024, 1
+    config.head_dim = 128
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded).save_pretrained(folder)
+    return str(folder)
+
+
+def sft(model: str, run: Path, *changes: str) -> SFTTrainer:
+    """The trainer of a few steps of SFT with LoRA alone."""
+    config = options(model, *LORA, f"sft.max_steps={STEPS}", "data.eval_rows=4", *changes)
+    return SFTTrainer(StepContext.create(config, run, "sft"))
+
+
+def ppo(model: str, run: Path, *changes: str) -> PPOTrainer:
+    """The trainer of a short step 3 whose critic is as large as the actor."""
+    config = options(model, *LORA, "ppo.max_steps=2", *changes)
+    return PPOTrainer(StepContext.create(config, run, "ppo"))
+
+
+def losses(run: Path) -> list[float]:
+    """The losses of all optimizer steps of step 1."""
+    lines = (run / "step1-sft/metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if row["kind"] == "metrics"]
+
+
+def share_of_bf16(model: nn.Module) -> float:
+    """Bytes that this rank holds of its large frozen tensors, over those they had in bf16."""
+    held, in_bf16 = 0, 0
+    for parameter in model.parameters():
+        if parameter.requires_grad or parameter.ds_numel < 500_000:
+            continue
+        shard = parameter.ds_tensor
+        held += shard.numel() * shard.element_size()
+        scales = getattr(shard, "ds_quant_scale", None)
+        held += 0 if scales is None else scales.numel() * scales.element_size()
+        in_bf16 += 2 * shard.numel()
+    return held / in_bf16

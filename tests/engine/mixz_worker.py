@@ -1,0 +1,35 @@
+"""One rank of `test_mixz.py`: SFT with and without MixZ, then step 3 with the hybrid engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from mixz_run import losses, ppo, sft, share_of_bf16
+
+from engine.distributed import max_over_ranks, process_group, rank
+
+
+def main(folder: Path, model: str, dtype: str) -> None:
+    ranks = ("launch.num_accelerators=2", f"dtype={dtype}")
+    results = {}
+    with process_group():
+        for name in ("off", "on"):
+            on = "mixz.enabled=" + ("true" if name == "on" else "false")
+            trainer = sft(model, folder / name, *ranks, on)
+            trainer.train()
+            results[f"share {name}"] = max_over_ranks(share_of_bf16(trainer.engine.module))
+            trainer.save()
+        step3 = ppo(model, folder / "on", *ranks, "mixz.enabled=true", "hybrid_engine.enabled=true")
+        step3.train()
+        step3.save()
+        results["share ppo"] = max_over_ranks(share_of_bf16(step3.engine.actor.module))
+        if rank() == 0:
+            results["off_reason"] = step3.hybrid.off_reason
+            results["losses"] = [losses(folder / name) for name in ("off", "on")]
+            (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-3]), *sys.argv[-2:])
