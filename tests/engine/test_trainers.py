@@ -254,3 +254,32 @@ def test_too_little_data_for_one_batch_is_refused(tmp_path):
     config = configuration(f"data.sources={few}", "sft.batch_size=64")
     with pytest.raises(ValueError, match="fewer than its batch of 64"):
         SFTTrainer(StepContext.create(config, tmp_path, "sft"))
+
+
+def test_tensorboard_has_the_engines_and_the_pipeline(run, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = ppo_trainer(
+        run, "logging.tensorboard=true", f"logging.tensorboard_dir={tmp_path}", "ppo.max_steps=1"
+    )
+    trainer.train()
+    folder = tmp_path / "step3-rlhf"
+
+    def tags(name: str) -> set[str]:
+        events = EventAccumulator(str(folder / name)).Reload()
+        return set(events.Tags()["scalars"])
+
+    names = {"reward", "actor_loss", "actor_loss_sum", "critic_loss", "critic_loss_sum"}
+    assert tags("pipeline") == names
+    for engine in ("actor", "critic"):
+        assert "Train/Samples/lr" in tags(engine)
+
+
+def test_each_rank_prints_its_loss_where_asked(tmp_path, capfd):
+    context = StepContext.create(configuration("logging.print_loss=true"), tmp_path, "sft")
+    SFTTrainer(context).train()
+    lines = [line for line in capfd.readouterr().out.splitlines() if "Rank: 0, loss = " in line]
+    assert [line.split(", loss")[0] for line in lines] == [
+        "Epoch: 0, Step: 0, Rank: 0",
+        "Epoch: 0, Step: 1, Rank: 0",
+    ]
