@@ -18,6 +18,12 @@ class PanelSpec(NamedTuple):
     instead: tuple[str, ...] = ()
     is_split: bool = False
 
+    def heading(self, series: Mapping[str, Series]) -> str:
+        """The title, or the names of what stands in."""
+        if self.is_split or any(name in series for name in self.names):
+            return self.title
+        return ", ".join(title(name) for name in self.instead if name in series) or self.title
+
     def named(self, series: Mapping[str, Series]) -> Named:
         """The quantities that a log has, with the names of the legend."""
         for names in (self.names, self.instead):

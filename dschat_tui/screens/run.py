@@ -55,6 +55,8 @@ LOST_SECONDS = 60.0
 QUIET_SECONDS = 120.0
 SMALL_WIDTH, SMALL_HEIGHT = 80, 20
 FEWEST_STEPS_SHOWN = 8
+# after so many, a log that has not told a quantity will not tell it
+STEPS_TO_JUDGE = 20
 TABS = ("charts", "health", "answers", "log", "events", "system")
 STEP_TITLES = {"sft": "SFT", "reward": "reward model", "ppo": "RLHF", "dpo": "DPO"}
 STEP_NUMBERS = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 3}
@@ -71,7 +73,8 @@ class Panel(Chart):
 
     def show_spec(self, spec: PanelSpec, model: LogModel, view: View) -> None:
         """Show a panel of a log."""
-        self.title = spec.title
+        self.title = spec.heading(model.series)
+        self.empty = "not in this log" if model.status.done >= STEPS_TO_JUDGE else "no values yet"
         if spec.is_split:
             self.split_of, self.view = model, view
             drawn = (model.version, id(model), self.size, view.glyphs)
@@ -356,12 +359,13 @@ class RunScreen(Screen[None]):
         return row
 
     def _step_view(self, key: str) -> StepView:
-        status = self.models[key].status if key in self.models else LogModel().status
+        model = self.models.get(key) or LogModel()
+        status = model.status
         step, record, state = self._step_of(key), self._record(key) or {}, self._state_of(key)
         seconds = None
         if record.get("started"):
             seconds = (record.get("ended") or time.time()) - record["started"]
-        pace = seconds_a_step(self.models[key].series) if state == "running" else None
+        pace = seconds_a_step(model.series) if state == "running" else None
         remaining = None
         if pace is not None and status.total > status.done > 0:
             remaining = pace * (status.total - status.done)

@@ -110,8 +110,13 @@ class _Scale:
         return 10**value if self.is_log else value
 
 
-def plot(title: str, named: Named, width: int, height: int, view: View) -> list[Row]:
-    """A chart as rows: title with legend and readout, the curves, and, if high, the steps."""
+def plot(
+    title: str, named: Named, width: int, height: int, view: View, empty: str = "no values yet"
+) -> list[Row]:
+    """A chart as rows: title with legend and readout, the curves, and, if high, the steps.
+
+    `empty` is shown where there is no value.
+    """
     all_columns = [_columns(series, width, view) for _, series in named]
     rows = [_title_row(title, named, all_columns, width, view)]
     step_rows = 1 if height >= ROWS_FOR_STEPS else 0
@@ -122,7 +127,7 @@ def plot(title: str, named: Named, width: int, height: int, view: View) -> list[
     columns = [column for part in all_columns for column in part]
     scale = _scale(columns, plot_height * view.markers.down, view)
     if scale is None:
-        waiting = "no values yet" if not columns else "no finite values"
+        waiting = "no finite values" if columns else empty
         rows.append(fit([(" " * AXIS_CELLS + waiting, "muted")], width, view.glyphs.cut))
         return rows + [[] for _ in range(height - 2)]
     first, last = _range(all_columns, named, view)
@@ -409,6 +414,7 @@ class Chart(Rows):
     def __init__(self, title: str, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.title = title
+        self.empty = "no values yet"
         self.named: Named = ()
         self.view = View()
         self._seen: tuple[object, ...] = ()
@@ -416,7 +422,7 @@ class Chart(Rows):
     def show(self, named: Named, view: View) -> None:
         """Show series, named as the legend shall have them, if anything changed."""
         drawn = ((name, id(series), series.version) for name, series in named)
-        seen = (self.title, view, self.size, *drawn)
+        seen = (self.title, self.empty, view, self.size, *drawn)
         if seen == self._seen:
             return
         self._seen, self.named, self.view = seen, named, view
@@ -424,7 +430,7 @@ class Chart(Rows):
 
     def build(self, width: int, height: int) -> list[Row]:
         """The chart as rows."""
-        return plot(self.title, self.named, width, height, self.view)
+        return plot(self.title, self.named, width, height, self.view, self.empty)
 
     def steps(self) -> list[float]:
         """The steps that the columns on the screen begin at."""

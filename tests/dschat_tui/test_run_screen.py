@@ -385,6 +385,20 @@ def test_leaving_a_run_that_goes_on_asks(run: Path) -> None:
     drive(run, script, ascii_only=True)
 
 
+def test_a_run_whose_logs_are_not_read_yet_has_a_picture(run: Path) -> None:
+    state = {"state": "running", "updated": time.time(), "steps": {"ppo": {"state": "running"}}}
+    (run / "run.json").write_text(json.dumps(state))
+
+    async def script(pilot: Pilot[None], screen: RunScreen) -> None:
+        screen.models.clear()
+        screen.state = screen.source.read_state()
+        screen.draw()
+        await pilot.pause()
+        assert "reading" in screen_text(screen)
+
+    drive(run, script)
+
+
 def test_what_cannot_be_done_is_said(run: Path) -> None:
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
         assert "nothing to stop" in await press(pilot, "x")
