@@ -1,0 +1,65 @@
+"""What can be watched: the folder of a run, that of a step, or one training.log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# as the engine has them; its grammar of logs takes a moment to load, before the first picture
+STEP_FOLDERS = {"sft": "step1-sft", "reward": "step2-reward", "ppo": "step3-rlhf"}
+# the key of a log whose step only its lines tell
+ONE_LOG = "log"
+_STEP_OF_FOLDER = {folder: step for step, folder in STEP_FOLDERS.items()}
+
+
+class SourceError(ValueError):
+    """There is nothing to watch at a path."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Logs by step, and where the answers and the state of the run lie, should there be any."""
+
+    path: Path
+    logs: Mapping[str, Path]
+    rollouts: Path
+    state_file: Path | None = None
+
+    def read_state(self) -> dict[str, Any] | None:
+        """The content of run.json; None where there is none that can be read."""
+        if self.state_file is None:
+            return None
+        try:
+            state = json.loads(self.state_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) and isinstance(state.get("steps"), dict) else None
+
+
+def find_source(path: Path) -> Source:
+    """What there is to watch at a path.
+
+    Raises:
+        SourceError: neither a run, nor a step, nor a log.
+    """
+    path = path.absolute()
+    if path.is_file():
+        key = _STEP_OF_FOLDER.get(path.parent.name, ONE_LOG)
+        return Source(path, {key: path}, path.parent / "rollouts.jsonl")
+    if not path.is_dir():
+        raise SourceError(f"{path} does not exist. Give the folder of a run, or a training.log")
+    steps = {step: path / folder for step, folder in STEP_FOLDERS.items()}
+    state_file = path / "run.json"
+    if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
+        logs = {step: folder / "training.log" for step, folder in steps.items()}
+        rollouts = steps["ppo"] / "rollouts.jsonl"
+        return Source(path, logs, rollouts, state_file)
+    if (path / "training.log").is_file():
+        return find_source(path / "training.log")
+    raise SourceError(
+        f"{path} holds neither run.json, nor step1-sft and its like, nor training.log. "
+        "Give the folder of a run, or a training.log"
+    )
