@@ -37,6 +37,7 @@ from engine.planning.flops import (
 from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
 from engine.trainers.experience import Experience
+from engine.trainers.overflow import aligned_overflow
 from engine.trainers.rlhf_engine import RLHFEngine
 from engine.trainers.watchdog import Watchdog
 
@@ -346,13 +347,21 @@ class PPOTrainer:
         if self.unsupervised is not None:
             loss = loss + self.unsupervised_loss(tokens, stats)
         backward(engine.actor, loss, tokens)
-        stats.actor_gradient_norm = engine_step(engine.actor)
+        if not options.align_overflow:
+            stats.actor_gradient_norm = engine_step(engine.actor)
 
         # 2. The critic.
         values = engine.values(batch.ids, batch.attention_mask, width)
         critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
         backward(engine.critic, critic.loss_sum, tokens)
-        stats.critic_gradient_norm = engine_step(engine.critic)
+        if options.align_overflow:
+            with aligned_overflow(engine.actor, engine.critic) as overflowed:
+                stats.actor_gradient_norm = engine_step(engine.actor)
+                stats.critic_gradient_norm = engine_step(engine.critic)
+            if any(overflowed):
+                self.context.report.line(training_log.skipped_both(*overflowed))
+        else:
+            stats.critic_gradient_norm = engine_step(engine.critic)
 
         # 3. Sums for the report.
         stats.ratio_max = max(stats.ratio_max, float(policy.ratio_max))

@@ -1,0 +1,63 @@
+"""fp16: actor and critic skip an optimizer step together, whichever of them overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+
+
+@contextmanager
+def aligned_overflow(
+    actor: DeepSpeedEngine, critic: DeepSpeedEngine
+) -> Iterator[tuple[bool, bool]]:
+    """Between the backward passes and the steps: decide for both engines whether they skip.
+
+    An engine that skips for the other's sake keeps its loss scale. A collective of all ranks.
+
+    Yields:
+        whether the actor and whether the critic overflowed; both False between optimizer steps.
+    """
+    if not actor.is_gradient_accumulation_boundary():
+        yield False, False
+        return
+    found = _overflowed(actor), _overflowed(critic)
+    with ExitStack() as stack:
+        for engine, own in zip((actor, critic), found, strict=True):
+            stack.enter_context(_decided(engine, any(found), keep_scale=not own and any(found)))
+        yield found
+
+
+def _overflowed(engine: DeepSpeedEngine) -> bool:
+    """Whether the gradients at hand are infinite or not a number on any rank.
+
+    DeepSpeed asks this once a step and forgets: the step itself must then be told.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow_checker"):
+        return bool(optimizer.overflow_checker.check())
+    return bool(optimizer.has_overflow(engine.zero_optimization_stage() > 1))
+
+
+@contextmanager
+def _decided(engine: DeepSpeedEngine, overflow: bool, keep_scale: bool) -> Iterator[None]:
+    """Give the optimizer its answer instead of letting it look again."""
+    optimizer = engine.optimizer
+    checker = getattr(optimizer, "overflow_checker", optimizer)
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(checker, "has_overflow", lambda *_, **__: overflow))
+        if keep_scale:
+            stack.enter_context(_replaced(optimizer, "_update_scale", lambda *_, **__: None))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Hide a method of one object."""
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
