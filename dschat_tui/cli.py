@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from dschat_tui.runs.folder import RunFolder
     from dschat_tui.runs.preflight import Plan
     from engine.config import RunConfig
 
@@ -33,9 +34,16 @@ profiles_app = typer.Typer(
 models_app = typer.Typer(
     help="Models that can be fetched by name.", no_args_is_help=True, rich_markup_mode=None
 )
+runs_app = typer.Typer(
+    help="Runs: what there is, and what to do with it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(profiles_app, name="profiles")
 app.add_typer(models_app, name="models")
+app.add_typer(runs_app, name="runs")
 
+RunArgument = Annotated[str, typer.Argument(help="Folder of a run, or its name in output/.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
@@ -61,11 +69,29 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, show configuration and commands, and end.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run, after its newest checkpoint."),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="With --resume: change what mends the failure.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start it, print its folder, and end.")
+    ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Run the steps one after another: SFT, reward model, RLHF."""
     from dschat_tui.runs.preflight import Refusal, prepare
 
+    if resume is not None:
+        others = {"--output": output, "--steps": steps, "--data": data, "--dry-run": dry_run}
+        given = [name for name, value in others.items() if value]
+        if given:
+            _refuse(f"--resume goes on with a run as it is: leave out {', '.join(given)}")
+        _resume(resume, assignments or [], fix, detach, json_output)
+    if fix:
+        _refuse("--fix mends a run that failed: give it with --resume RUN")
     config = _load(profile, data or [], assignments or [])
     name = Path(profile).stem
     folder = output if output is not None else _next_free(Path("output"), name)
@@ -85,6 +111,8 @@ def run(
     except OSError as error:
         _refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
     process = supervisor.start(plan.run)
+    if detach:
+        _tell_detached(plan.run, json_output)
     raise typer.Exit(watch.watch(plan.run, process, json_output))
 
 
@@ -252,6 +280,176 @@ def show_options(
     typer.echo(reference.as_json(found) if json_output else reference.as_text(found))
 
 
+@runs_app.command(name="list")
+def list_runs(
+    places: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, or folders with runs. Default: output/.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """List runs, the one that changed last first."""
+    from dschat_tui import tables
+    from dschat_tui.runs import control
+
+    for place in places or []:
+        if not place.is_dir():
+            _refuse(f"{place} is no folder. Give runs, or folders with runs in them")
+    found = control.find_runs(places or [control.RUNS_FOLDER])
+    described = [control.describe(run) for run in found]
+    if json_output:
+        typer.echo(json.dumps(described, indent=2))
+    elif described:
+        typer.echo(tables.runs(described))
+    else:
+        looked = ", ".join(str(place) for place in places or [control.RUNS_FOLDER])
+        typer.echo(f"no runs in {looked}; `dschat run` makes one")
+
+
+@runs_app.command(name="show")
+def show_run(run: RunArgument, json_output: JsonFlag = False) -> None:
+    """Show a run: its steps, checkpoints, why it failed, and what to do next."""
+    from dschat_tui import tables
+    from dschat_tui.runs import control
+
+    described = control.describe(_find_run(run))
+    typer.echo(json.dumps(described, indent=2) if json_output else tables.run(described))
+
+
+@runs_app.command()
+def attach(run: RunArgument, json_output: JsonFlag = False) -> None:
+    """Watch a run that another command started; Ctrl-C asks whether to detach or to stop."""
+    from dschat_tui.runs import control, watch
+
+    folder = _find_run(run)
+    if not control.has_supervisor(control.describe(folder)["state"]):
+        _refuse(f"{folder.path} is not going on. See how it ended: dschat runs show {run}")
+    raise typer.Exit(watch.watch(folder, None, json_output))
+
+
+@runs_app.command()
+def stop(
+    run: RunArgument,
+    now: Annotated[bool, typer.Option("--now", help="Without a checkpoint.")] = False,
+    limit: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for the checkpoint.")
+    ] = 300.0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Save a checkpoint and stop; after the limit, end the processes of the run."""
+    from dschat_tui.runs import control, stopping
+
+    folder = _find_run(run)
+    try:
+        state = stopping.stop(folder, now, limit, note=lambda text: typer.echo(text, err=True))
+    except control.NotRunning:
+        _refuse(f"{folder.path} is not going on, so there is nothing to stop")
+    described = control.describe(folder)
+    typer.echo(json.dumps(described, indent=2) if json_output else f"{folder.path}: {state}")
+
+
+@runs_app.command(name="resume")
+def resume_run(
+    run: RunArgument,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one option; see `dschat options`."),
+    ] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Change what mends the failure.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start it, print its folder, and end.")
+    ] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Go on with a run, after the newest checkpoint of its first unfinished step."""
+    _resume(run, assignments or [], fix, detach, json_output)
+
+
+@runs_app.command()
+def delete(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Remove a run with its models and checkpoints."""
+    from dschat_tui.runs import control
+    from dschat_tui.runs.folder import RunIsHeld
+    from dschat_tui.runs.processes import leftovers
+
+    folder = _find_run(run)
+    state = control.describe(folder)["state"]
+    if control.has_supervisor(state):
+        _refuse(f"{folder.path} is going on. Stop it first: dschat runs stop {run}")
+    if leftovers(state):
+        _refuse(f"processes of {folder.path} are alive. `dschat run --resume {run}` ends them")
+    if not yes:
+        if not sys.stdin.isatty():
+            _refuse("there is no terminal to ask on. Add --yes to delete without a question")
+        if not typer.confirm(f"Delete {folder.path} with its models and checkpoints?", err=True):
+            raise typer.Exit(EXIT_FAILED)
+    try:
+        others = control.delete(folder)
+    except (OSError, RunIsHeld) as error:
+        _refuse(f"cannot delete {folder.path}: {error}")
+    if json_output:
+        typer.echo(json.dumps({"path": str(folder.path), "kept": others}))
+    elif others:
+        typer.echo(f"deleted; kept, since the run did not make them: {', '.join(others)}")
+    else:
+        typer.echo(f"deleted {folder.path}")
+
+
+@app.command()
+def plan(
+    profile: Annotated[
+        str, typer.Option(help="Name of a profile (`dschat profiles list`), or a YAML file.")
+    ] = "tiny",
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one option; see `dschat options`."),
+    ] = None,
+    accelerators: Annotated[
+        int | None, typer.Option(min=1, help="Ranks a node, in place of launch.num_accelerators.")
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Plan for GPUs with so much memory. Default: this machine."),
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Say how much memory each step takes, whether it fits, and what makes it fit."""
+    from dschat_tui import memory_plan
+    from engine.config import check
+
+    settings = list(assignments or [])
+    if accelerators is not None:
+        settings.append(f"launch.num_accelerators={accelerators}")
+    config = _load(profile, [], settings)
+    violations = check(config)
+    if violations:
+        _refuse(*map(str, violations))
+    try:
+        with _keep_stdout_clean():
+            report = memory_plan.make(config, memory_gib)
+    except memory_plan.PlanError as error:
+        _refuse(str(error))
+    typer.echo(memory_plan.as_json(report) if json_output else memory_plan.as_text(report))
+
+
+@app.command()
+def doctor(
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Check the hosts of this file too, by ssh.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Say what this machine has for training, and what to do about what it lacks."""
+    from dschat_tui import doctor as examination
+
+    findings = examination.examine(hostfile)
+    show = examination.as_json if json_output else examination.as_text
+    typer.echo(show(findings))
+
+
 @profiles_app.command(name="list")
 def list_profiles(json_output: JsonFlag = False) -> None:
     """List the profiles."""
@@ -303,6 +501,49 @@ def _load(profile: str, data: list[str], assignments: list[str]) -> RunConfig:
         return resolve(values, f"profile {profile}")
     except ConfigError as error:
         _refuse(str(error))
+
+
+def _find_run(name: str) -> RunFolder:
+    from dschat_tui.runs.control import NoSuchRun, find_run
+
+    try:
+        return find_run(name)
+    except NoSuchRun as error:
+        _refuse(str(error))
+
+
+def _resume(
+    name: str, assignments: list[str], fix: bool, detach: bool, json_output: bool
+) -> NoReturn:
+    from dschat_tui.runs import resume, supervisor, watch
+    from dschat_tui.runs.preflight import Refusal
+
+    folder = _find_run(name)
+    try:
+        resumption = resume.prepare_resume(folder, assignments, fix)
+        for change in resumption.changes:
+            typer.echo(f"changed: {change}", err=True)
+        after = "from its beginning" if resumption.after is None else f"after {resumption.after}"
+        first = resumption.first
+        typer.echo(f"goes on with step {first.number} ({first.title}) {after}", err=True)
+        resume.apply(resumption)
+    except Refusal as refusal:
+        _refuse(*refusal.reasons)
+    except OSError as error:
+        _refuse(f"cannot write the run's folder {folder.path}: {error.strerror}")
+    process = supervisor.start(folder)
+    if detach:
+        _tell_detached(folder, json_output)
+    raise typer.Exit(watch.watch(folder, process, json_output))
+
+
+def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
+    """Print where a run is that goes on by itself, and end."""
+    if json_output:
+        typer.echo(json.dumps({"name": run.path.name, "path": str(run.path)}))
+    else:
+        typer.echo(str(run.path))
+    raise typer.Exit(0)
 
 
 def _step_numbers(steps: str | None) -> list[int] | None:

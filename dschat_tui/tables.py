@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from typing import Any
 
 from dschat_tui.runs.folder import STEPS
@@ -45,6 +46,50 @@ def summary(state: dict[str, Any]) -> str:
             ]
         )
     return aligned(["step", "state", "time", "result"], rows)
+
+
+def runs(described: list[dict[str, Any]]) -> str:
+    """Runs, a line each: name, state, steps, when it changed, where."""
+    rows = []
+    for item in described:
+        state = item["state"]
+        updated = state.get("updated")
+        rows.append(
+            [
+                plain(item["name"]),
+                item["standing"],
+                " ".join(record["state"] for record in state["steps"].values()),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(updated)) if updated else "",
+                plain(item["path"]),
+            ]
+        )
+    return aligned(["run", "state", "steps", "changed", "folder"], rows)
+
+
+def run(described: dict[str, Any]) -> str:
+    """One run: its steps, checkpoints, cause of failure, changes, and what to do next."""
+    state, path = described["state"], plain(described["path"])
+    lines = [f"{path}: {described['standing']}"]
+    if described["problem"]:
+        return "\n".join([*lines, plain(described["problem"])])
+    lines += [summary(state)]
+    for step in STEPS:
+        found = described["checkpoints"].get(step.name)
+        if found:
+            told = ", ".join(str(number) for number in found)
+            lines.append(f"checkpoints of step {step.number} after: {told}")
+        cause = state["steps"].get(step.name, {}).get("cause")
+        if cause:
+            lines += [f"cause: {cause['id']}", f"  {plain(cause['line'])}", f"  {cause['advice']}"]
+    lines += [
+        f"changed on resuming: {plain(str(c['key']))}: {c['before']} -> {c['after']}"
+        for c in state.get("changes", [])
+    ]
+    if described["standing"] in ("failed", "stopped", "lost"):
+        lines.append(f"go on: dschat run --resume {path}")
+    elif described["standing"] == "running":
+        lines.append(f"see it: dschat runs attach {path}")
+    return "\n".join(lines)
 
 
 def log_document(document: dict[str, Any]) -> str:

@@ -46,6 +46,10 @@ _RENDEZVOUS = (
 )
 _FILE = "Check the path named here: models.actor, models.reward or data.sources."
 _PROGRAM = "Install the program or package named here, into the environment that runs the ranks."
+_DISK = (
+    "Free some space, or set checkpoint.keep_last=1 and a larger checkpoint.interval; the newest "
+    "whole checkpoint is kept."
+)
 _UNKNOWN = "Read the lines above this one in the log."
 
 
@@ -105,7 +109,17 @@ EXCEPTIONS = (
         r"|[Ll]oss is (?:nan|inf|not finite)|non-?finite",
         _DIVERGED,
     ),
-    _cause("permission", r"PermissionError|Permission denied|[Gg]ated ?[Rr]epo", _PERMISSION),
+    _cause(
+        "disk_full",
+        r"No space left on device|\bENOSPC\b|Disk quota exceeded|PytorchStreamWriter failed writing"
+        r"|inline_container.*unexpected pos",
+        _DISK,
+    ),
+    _cause(
+        "permission",
+        r"PermissionError|Permission denied|Read-only file system|[Gg]ated ?[Rr]epo",
+        _PERMISSION,
+    ),
     _cause(
         "network",
         r"[Cc]ouldn't (?:connect to|reach)|HTTPS?Connection|Max retries exceeded"

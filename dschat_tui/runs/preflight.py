@@ -75,6 +75,15 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     return Plan(config, run, steps)
 
 
+def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
+    """What stands against `steps` of a run that has its folder: rules, models, disk, launcher."""
+    reasons = [str(violation) for violation in check(config, model_facts(config))]
+    reasons += _check_models(config, steps)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        reasons.append(f"no permission to write in {folder}. Make it writable for this user")
+    return reasons + _check_disk(config, folder, steps) + _check_launch(config)
+
+
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
     """The steps asked for, in order; without a wish all that no finished model stands in for."""
     if numbers is not None:

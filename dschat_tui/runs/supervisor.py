@@ -189,6 +189,7 @@ class Supervisor:
         except BaseException:
             _signal_all(leader.pid, signal.SIGKILL)
             raise
+        self._look_for_request()
         record["metrics"] = final_metrics(step.name, folder)
         missing = [
             path.name

@@ -1,0 +1,211 @@
+"""`dschat plan`: the memory of each step a device, whether it fits, and what makes it fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import psutil
+
+from dschat_tui.doctor import hosts_of
+from dschat_tui.tables import aligned
+from engine.config import RunConfig
+from engine.models import folders
+from engine.planning import Change, Device, ModelShape, Plan, plan_memory, smallest_change
+
+GIB = 2**30
+Dtype = Literal["fp32", "bf16", "fp16"]
+# CPU features that make dtype=auto choose bf16.
+FAST_BF16 = ("avx512_bf16", "amx_tile")
+
+
+class PlanError(ValueError):
+    """What a plan cannot be made of; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan, the memory that it is held against, and what makes it fit where it does not."""
+
+    plan: Plan
+    memory_bytes: int
+    host_memory_bytes: int | None
+    change: Change | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all steps fit as they are."""
+        return self.plan.fits(self.memory_bytes, self.host_memory_bytes)
+
+
+def make(config: RunConfig, memory_gib: float | None) -> Report:
+    """Plan a configuration against GPUs with so much memory, or against this machine.
+
+    Raises:
+        PlanError: the shape of a model, or the number of hosts, cannot be known.
+    """
+    host_memory = psutil.virtual_memory().total
+    on_gpu = gpu_memory() if memory_gib is None else int(memory_gib * GIB)
+    device: Device = "cpu" if on_gpu is None else "cuda"
+    memory = host_memory if on_gpu is None else on_gpu
+    # a plan for other machines says nothing of their host memory
+    host = host_memory if device == "cuda" and memory_gib is None else None
+    actor = shape_of("models.actor", config.models.sft or config.models.actor)
+    reward_name = config.models.trained_reward or config.models.reward
+    reward = None if reward_name == "sft" else shape_of("models.reward", reward_name)
+    nodes = number_of_nodes(config)
+    dtype = resolved_dtype(config.dtype, device)
+    plan = plan_memory(config, actor, reward, dtype=dtype, device=device, nodes=nodes)
+    change = None
+    if not plan.fits(memory, host):
+        change = smallest_change(
+            config,
+            actor,
+            reward,
+            memory_bytes=memory,
+            host_memory_bytes=host,
+            dtype=dtype,
+            device=device,
+            nodes=nodes,
+        )
+    return Report(plan, memory, host, change)
+
+
+def shape_of(key: str, name: str) -> ModelShape:
+    """The shape of a model from its config.json alone.
+
+    Raises:
+        PlanError: it cannot be had, or is of a family that the planner does not know.
+    """
+    try:
+        if (Path(name).expanduser() / "config.json").is_file():
+            return ModelShape.from_folder(Path(name).expanduser())
+        found = folders.resolve_model(name)
+        if not Path(found).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            found = str(Path(hf_hub_download(found, "config.json")).parent)
+        return ModelShape.from_folder(found)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PlanError(
+            f"{key}={name}: its config.json cannot be used: {reason}. Give a folder that holds one"
+        ) from error
+
+
+def number_of_nodes(config: RunConfig) -> int:
+    """How many hosts a run takes.
+
+    Raises:
+        PlanError: the hostfile cannot be read.
+    """
+    if config.launch.deployment != "multi_node" or config.launch.hostfile is None:
+        return 1
+    try:
+        return len(hosts_of(Path(config.launch.hostfile).read_text(encoding="utf-8"))) or 1
+    except (OSError, ValueError) as error:
+        raise PlanError(f"launch.hostfile={config.launch.hostfile}: {error}") from error
+
+
+def resolved_dtype(name: str, device: Device) -> Dtype:
+    """What `dtype` comes to on a device."""
+    if name != "auto":
+        return cast(Dtype, name)
+    if device == "cuda":
+        return "bf16"
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "fp32"
+    return "bf16" if any(flag in flags for flag in FAST_BF16) else "fp32"
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU here, or None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        return min(int(line) for line in told.stdout.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def as_json(report: Report) -> str:
+    """The report as one document; bytes of one rank, at the peak of each step."""
+    plan = report.plan
+    document: dict[str, Any] = {
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "ranks": plan.ranks,
+        "ranks_per_node": plan.ranks_per_node,
+        "memory_bytes": report.memory_bytes,
+        "host_memory_bytes": report.host_memory_bytes,
+        "fits": report.fits,
+        "change": report.change and report.change.assignments,
+        "steps": [
+            {
+                "step": step.step,
+                "device_bytes": step.device_bytes,
+                "host_bytes": step.host_bytes,
+                "peak_phase": step.peak_phase,
+                "phases": {
+                    name: {"device_bytes": on_device, "host_bytes": on_host}
+                    for name, (on_device, on_host) in step.phases().items()
+                },
+                "items": [vars(item) for item in step.items],
+            }
+            for step in plan.steps
+        ],
+    }
+    return json.dumps(document, indent=2)
+
+
+def as_text(report: Report) -> str:
+    """A table a step, what is held against what there is, and the change that makes it fit."""
+    plan = report.plan
+    kind = "GPU" if plan.device == "cuda" else "process on the CPU"
+    lines = [f"{plan.ranks} x {kind}, {plan.dtype}; GiB a rank at the peak of each step"]
+    for step in plan.steps:
+        held: dict[tuple[str, str], list[int]] = {}
+        for item in step.items:
+            if item.phase in ("always", step.peak_phase):
+                sums = held.setdefault((item.model, item.what), [0, 0])
+                sums[0] += item.device_bytes
+                sums[1] += item.host_bytes
+        rows = [[*key, gib(sums[0]), gib(sums[1])] for key, sums in held.items() if any(sums)]
+        on_device, on_host = step.phases()[step.peak_phase]
+        rows.append(["all", f"while: {step.peak_phase}", gib(on_device), gib(on_host)])
+        lines += ["", aligned([step.step, "what", "device", "host"], rows)]
+    lines += ["", *_verdict(report)]
+    return "\n".join(lines)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with three digits that count; nothing as a dash."""
+    return f"{size / GIB:.3g}" if size else "-"
+
+
+def _verdict(report: Report) -> list[str]:
+    plan = report.plan
+    if plan.device == "cpu":
+        told = f"{gib(plan.node_host_bytes)} GiB of {gib(report.memory_bytes)} GiB host memory"
+    else:
+        told = f"{gib(plan.device_bytes)} GiB of {gib(report.memory_bytes)} GiB a device, "
+        told += f"{gib(plan.node_host_bytes)} GiB"
+        if report.host_memory_bytes is not None:
+            told += f" of {gib(report.host_memory_bytes)} GiB"
+        told += " on the host of a node"
+    if report.fits:
+        return [f"fits: {told}"]
+    lines = [f"does not fit: {told}"]
+    if report.change is None:
+        lines.append("no single change, nor two, make it fit: more devices, or smaller models")
+    else:
+        settings = " ".join(f"--set {part}" for part in str(report.change).split(" and "))
+        after = report.change.plan
+        size = after.node_host_bytes if after.device == "cpu" else after.device_bytes
+        lines.append(f"the smallest change that fits, with {gib(size)} GiB: {settings}")
+    return lines

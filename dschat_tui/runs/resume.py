@@ -1,0 +1,249 @@
+"""Go on with a run that stopped or failed: what may change, what is begun anew, what is ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_tui.runs import preflight
+from dschat_tui.runs.control import has_supervisor
+from dschat_tui.runs.fixes import Assignments, fix_for
+from dschat_tui.runs.folder import DONE, FAILED, PENDING, STEPS, RunFolder, Step, new_step_state
+from dschat_tui.runs.preflight import Refusal, changed_keys
+from dschat_tui.runs.processes import end_leftovers
+from dschat_tui.runs.supervisor import GRACE_SECONDS
+from engine.config import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    get_value,
+    read_yaml,
+    resolve,
+    to_yaml,
+)
+from engine.config.layout import StepName
+from engine.models.folders import is_complete_model
+
+ANY_TIME: tuple[StepName, ...] = ()
+ALL_STEPS: tuple[StepName, ...] = ("sft", "reward", "ppo")
+
+# What may change when a run goes on, by option or group, the longest name that fits deciding. An
+# option with steps may change until one of them is under way: checkpoints hold its consequences.
+# What is not here never may: the steps that are done were made with it.
+MAY_CHANGE: Mapping[str, tuple[StepName, ...]] = {
+    "checkpoint": ANY_TIME,
+    "logging": ANY_TIME,
+    "hybrid_engine": ANY_TIME,
+    "data.cache_dir": ANY_TIME,
+    "launch.master_port": ANY_TIME,
+    "launch.hostfile": ANY_TIME,
+    "actor.gradient_checkpointing": ANY_TIME,
+    "critic.gradient_checkpointing": ANY_TIME,
+    "sft.micro_batch_size": ANY_TIME,
+    "sft.eval_batch_size": ANY_TIME,
+    "sft.eval_interval": ANY_TIME,
+    "reward.micro_batch_size": ANY_TIME,
+    "reward.eval_batch_size": ANY_TIME,
+    "reward.eval_interval": ANY_TIME,
+    "ppo.micro_batch_size": ANY_TIME,
+    "ppo.generation_batch_size": ANY_TIME,
+    "sft": ("sft",),
+    "reward": ("reward",),
+    "ppo": ("ppo",),
+    "ref": ("ppo",),
+    "ema": ("ppo",),
+    "actor": ("sft", "ppo"),
+    "actor.learning_rate": ("ppo",),
+    "actor.weight_decay": ("ppo",),
+    "critic": ("reward", "ppo"),
+    "critic.learning_rate": ("ppo",),
+    "critic.weight_decay": ("ppo",),
+    "mixz": ALL_STEPS,
+    "dtype": ALL_STEPS,
+    "launch": ALL_STEPS,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One option that differs from what the run had."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {json.dumps(self.before)} -> {json.dumps(self.after)}"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that may go on.
+
+    Attributes:
+        steps: those that are left.
+        anew: the step under way that begins anew, since its checkpoints do not fit a fix.
+    """
+
+    run: RunFolder
+    config: RunConfig
+    steps: list[Step]
+    changes: list[Change]
+    anew: Step | None
+
+    @property
+    def first(self) -> Step:
+        """The step that comes first."""
+        return self.steps[0]
+
+    @property
+    def after(self) -> int | None:
+        """The number of optimizer steps in the checkpoint to go on from; None: there is none."""
+        checkpoints = self.run.checkpoints(self.first)
+        return None if self.anew or not checkpoints else int(checkpoints[-1]["step"])
+
+
+def prepare_resume(run: RunFolder, assignments: list[str], fix: bool = False) -> Resumption:
+    """Check that a run may go on, with `key=value` changes, or those that mend its failure.
+
+    Raises:
+        Refusal: with all reasons found.
+    """
+    try:
+        state = run.read_state()
+        before = resolve(read_yaml(run.config_file), str(run.config_file))
+    except (OSError, ValueError) as error:
+        raise Refusal([f"{run.path} cannot go on: {error}"]) from error
+    if state is None:
+        raise Refusal([f"{run.path} cannot go on: it holds no run.json"])
+    if has_supervisor(state):
+        raise Refusal(
+            [
+                f"{run.path} is going on (process {state['supervisor']['pid']}). "
+                f"See it: dschat runs attach {run.path}"
+            ]
+        )
+    left = [step for step in STEPS if step.name in state["steps"] and not _is_done(run, step)]
+    if not left:
+        raise Refusal([f"{run.path} has nothing left to do: all its steps are done"])
+    mending = mending_change(run, state, before) if fix else {}
+    try:
+        values = apply_overrides(before.model_dump(mode="json"), assignments)
+        values = apply_overrides(
+            values, [f"{key}={json.dumps(value)}" for key, value in mending.items()]
+        )
+        config = preflight.with_absolute_paths(resolve(values, "--set"))
+    except ConfigError as error:
+        raise Refusal([str(error)]) from error
+    changes = [
+        Change(key, get_value(before, key), get_value(config, key))
+        for key in changed_keys(before, config)
+    ]
+    under_way = left[0] if run.checkpoints(left[0]) else None
+    reasons, anew = _check_changes(changes, left, under_way, set(mending))
+    reasons += preflight.check_machine_and_rules(config, run.path, left)
+    if reasons:
+        raise Refusal(reasons)
+    return Resumption(run, config, left, changes, under_way if anew else None)
+
+
+def mending_change(run: RunFolder, state: dict[str, Any], config: RunConfig) -> Assignments:
+    """What `--fix` sets for the failure of a run.
+
+    Raises:
+        Refusal: it did not fail, or no option mends the cause.
+    """
+    for step in STEPS:
+        record = state["steps"].get(step.name, {})
+        if record.get("state") == FAILED and record.get("cause"):
+            cause = record["cause"]
+            change = fix_for(cause["id"], config, step.name)
+            if change:
+                return change
+            raise Refusal(
+                [f"--fix: no option mends {cause['id']} ({cause['line']}). {cause['advice']}"]
+            )
+    raise Refusal([f"--fix: no step of {run.path} has failed. Leave it out"])
+
+
+def _is_done(run: RunFolder, step: Step) -> bool:
+    """Whether run.json and the model folders agree that a step is done."""
+    state = run.read_state()
+    config = resolve(read_yaml(run.config_file), str(run.config_file))
+    if state is None or state["steps"][step.name]["state"] != DONE:
+        return False
+    return all(map(is_complete_model, run.model_folders(step, config.ema.enabled)))
+
+
+def steps_concerned(key: str) -> tuple[StepName, ...] | None:
+    """The steps that an option must not change under; None: it never may change."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = MAY_CHANGE.get(".".join(parts[:length]))
+        if found is not None:
+            return found
+    return None
+
+
+def _check_changes(
+    changes: list[Change], left: list[Step], under_way: Step | None, mending: set[str]
+) -> tuple[list[str], bool]:
+    """Why changes are refused, one reason each; and whether the step under way begins anew."""
+    reasons, anew = [], False
+    to_come = {step.name for step in left}
+    for change in changes:
+        concerned = steps_concerned(change.key)
+        if concerned is None:
+            reasons.append(
+                f"{change}: the whole run rests on {change.key}, so it cannot change. Start "
+                "another run; models.sft and models.trained_reward take over finished models"
+            )
+        elif concerned and not to_come & set(concerned):
+            reasons.append(
+                f"{change}: it decides only what is done. Start another run with this value"
+            )
+        elif under_way is not None and under_way.name in concerned:
+            if change.key in mending:
+                anew = True
+                continue
+            reasons.append(
+                f"{change}: step {under_way.number} is under way, and its checkpoints hold what "
+                f"{change.key} made. Go on with the old value, or start another run"
+            )
+    return reasons, anew
+
+
+def apply(resumption: Resumption) -> None:
+    """End what is left of the run's processes, and write its folder so that it can go on.
+
+    Raises:
+        Refusal: a process of the run cannot be ended.
+        OSError: the folder cannot be written.
+    """
+    run = resumption.run
+    with run.lock(wait=True):
+        state = run.read_state()
+        assert state is not None
+        survivors = end_leftovers(state, GRACE_SECONDS)
+        if survivors:
+            raise Refusal(
+                [f"processes {survivors} of {run.path} cannot be ended. End them, then try again"]
+            )
+        if resumption.anew is not None:
+            checkpoints = run.step_folder(resumption.anew) / "checkpoints"
+            checkpoints.rename(checkpoints.with_name(f"checkpoints-until-{time.time():.0f}"))
+        for step in resumption.steps:
+            state["steps"][step.name] = new_step_state(step)
+            if not run.checkpoints(step):
+                # the trainer forgets what it does again where it has a checkpoint to go on from
+                for name in ("metrics.jsonl", "rollouts.jsonl"):
+                    (run.step_folder(step) / name).unlink(missing_ok=True)
+        state.setdefault("changes", []).extend(
+            {"time": time.time(), "key": c.key, "before": c.before, "after": c.after}
+            for c in resumption.changes
+        )
+        run.write_config(to_yaml(resumption.config))
+        run.write_state({**state, "state": PENDING, "supervisor": None, "stop": None})

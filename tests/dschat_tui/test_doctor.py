@@ -1,0 +1,109 @@
+"""`dschat doctor`: it looks at everything, says what to do, and never fails itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from dschat_tui import doctor
+from dschat_tui.cli import app
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without the children that import torch and DeepSpeed."""
+    told = {
+        "torch": {"version": "2", "cuda": None, "available": False, "devices": [], "bf16": False},
+        "deepspeed": {"version": "0", "ops": {"fused_adam": True, "cpu_adam": False}},
+    }
+
+    def answer(name, code):
+        return told[name], doctor.Finding(name, name, doctor.OK, told[name]["version"])
+
+    monkeypatch.setattr(doctor, "_ask_child", answer)
+
+
+def by_id(findings):
+    return {finding.id: finding for finding in findings}
+
+
+def test_a_machine_without_any_program_is_told_what_it_lacks(quick, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = by_id(doctor.examine())
+    for id in ("c++", "ninja", "launcher", "driver"):
+        assert found[id].state != doctor.OK
+        assert found[id].advice
+    assert found["op_cpu_adam"].advice
+    assert found["op_fused_adam"].state == doctor.OK
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(quick):
+    for finding in doctor.examine():
+        assert finding.state == doctor.OK or finding.advice, finding
+
+
+def test_a_library_that_breaks_at_its_import_is_a_finding():
+    told, finding = doctor._ask_child("torch", "raise ImportError('libcudart is gone')")
+    assert told is None
+    assert finding.state == doctor.PROBLEM
+    assert "libcudart is gone" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("release", "state"), [("12.4", "ok"), ("12.8", "ok"), ("11.8", "problem")]
+)
+def test_nvcc_is_held_against_the_cuda_that_torch_was_built_with(
+    monkeypatch, tmp_path, release, state
+):
+    program = tmp_path / "bin" / "nvcc"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert doctor._nvcc("12.8").state == state
+    assert doctor._nvcc(None).state == doctor.OK
+
+
+def test_hosts_are_asked_by_ssh_and_those_that_differ_are_named(monkeypatch, tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'for word; do case "$word" in\n'
+        "  good) exec " + sys.executable + " -c '" + doctor.VERSIONS + "';;\n"
+        "  old) echo 3.9.0 1.0 0.1 4.0; exit 0;;\n"
+        "  locked) echo 'Permission denied (publickey).' >&2; exit 255;;\n"
+        "esac; done\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# the nodes\ngood slots=2\nold slots=2\nlocked slots=2\n")
+    found = by_id(doctor._hosts(hostfile))
+    assert found["host_good"].state == doctor.OK
+    assert "1.0" in found["host_old"].value
+    assert "Permission denied" in found["host_locked"].value
+    assert found["host_locked"].advice
+
+
+@pytest.mark.parametrize("content", ["node1", "node1 slots=x", "-oProxyCommand=x slots=1", ""])
+def test_a_hostfile_that_says_nothing_usable_is_a_finding(tmp_path, content):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(content)
+    (finding,) = doctor._hosts(hostfile)
+    assert finding.state == doctor.PROBLEM
+    assert "slots=" in finding.advice
+
+
+def test_the_command_exits_0_and_json_is_one_document(quick, tmp_path):
+    missing = str(tmp_path / "none")
+    result = CliRunner().invoke(app, ["doctor", "--json", "--hostfile", missing])
+    assert result.exit_code == 0
+    found = {finding["id"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert {"python", "torch", "deepspeed", "memory", "ports", "hostfile"} <= set(found)
+    assert "Python" in CliRunner().invoke(app, ["doctor"]).stdout

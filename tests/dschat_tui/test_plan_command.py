@@ -1,0 +1,103 @@
+"""`dschat plan`: what it reads, what it says, how it exits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dschat_tui import memory_plan
+from dschat_tui.cli import app
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def dschat(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def large(tmp_path) -> str:
+    """The setting for a model of which there is a config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    return f"models.actor={tmp_path}"
+
+
+def test_a_config_json_alone_is_enough_and_steps_are_told_apart(large):
+    result = dschat("plan", "--set", large, "--memory-gib", "80", "--set", "dtype=bf16", "--json")
+    document = json.loads(result.stdout)
+    assert [step["step"] for step in document["steps"]] == ["sft", "reward", "ppo"]
+    weights = [
+        item["device_bytes"]
+        for item in document["steps"][0]["items"]
+        if (item["model"], item["what"]) == ("actor", "weights")
+    ]
+    assert weights == [pytest.approx(2 * 6.74e9, rel=0.01)]
+    assert not document["fits"]
+
+
+def test_what_does_not_fit_comes_with_a_change_that_does(large):
+    ample = json.loads(dschat("plan", "--set", large, "--memory-gib", "4000", "--json").stdout)
+    needed = max(step["device_bytes"] for step in ample["steps"]) / 2**30
+    arguments = ["plan", "--set", large, "--memory-gib", str(0.95 * needed), "--json"]
+    refused = json.loads(dschat(*arguments).stdout)
+    assert not refused["fits"]
+    assert refused["change"]
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in refused["change"].items()]
+    assert json.loads(dschat(*arguments, *settings).stdout)["fits"]
+
+
+def test_more_memory_fits_what_less_does_not(large):
+    fits = [
+        json.loads(dschat("plan", "--set", large, "--memory-gib", size, "--json").stdout)["fits"]
+        for size in ("40", "4000")
+    ]
+    assert fits == [False, True]
+
+
+def test_the_table_names_each_step_the_verdict_and_the_change(large):
+    text = dschat("plan", "--set", large, "--memory-gib", "40").stdout
+    for told in ("sft", "reward", "ppo", "Adam moments", "does not fit"):
+        assert told in text
+    assert "\nfits:" in dschat("plan", "--set", large, "--memory-gib", "4000").stdout
+
+
+def test_without_a_gpu_the_plan_is_held_against_host_memory(large, monkeypatch):
+    monkeypatch.setattr(memory_plan, "gpu_memory", lambda: None)
+    document = json.loads(dschat("plan", "--set", large, "--json").stdout)
+    assert document["device"] == "cpu"
+    assert all(step["device_bytes"] == 0 for step in document["steps"])
+    assert all(step["host_bytes"] > 0 for step in document["steps"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("models.actor=/no/such/model", "/no/such/model"),
+        ("actor.offload=true", "actor.zero_stage=2"),
+        ("actor.offlaod=true", "actor.offload"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_2(setting, told):
+    result = dschat("plan", "--set", setting, "--json")
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_model_of_an_unknown_family_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
+    result = dschat("plan", "--set", f"models.actor={tmp_path}")
+    assert result.exit_code == 2
+    assert "no-such-family" in result.stderr
