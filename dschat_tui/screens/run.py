@@ -331,7 +331,7 @@ class RunScreen(Screen[None]):
 
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
-        path, room = clean(_short_path(self.source.path), self.ascii_only), self.size.width // 2
+        path, room = clean(_short_path(self.source.path), self.ascii_only), self.size.width // 3
         if len(path) > room:
             path = self.glyphs.cut + path[-room:]
         row: Row = [(f" {path}", "strong")]
@@ -341,7 +341,7 @@ class RunScreen(Screen[None]):
         row.append((f"{dot}{state}", "text"))
         if self.stop_asked_at is not None and self.run_goes_on:
             waited = time.time() - self.stop_asked_at
-            row.append((f"{dot}stopping for {waited:.0f} s, x again to skip the grace", "warn"))
+            row.append((f"{dot}x again: at once; saving {waited:.0f} s", "warn"))
         elif self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
             row.append((f"{dot}no sign of its supervisor", "warn"))
         if self.is_paused:
@@ -712,7 +712,7 @@ class RunScreen(Screen[None]):
     # stopping
 
     def action_stop(self) -> None:
-        """Ask whether to stop the run; once it was asked to, again without its grace."""
+        """Ask whether to stop the run; once it was asked to, again: without waiting."""
         if not self.run_goes_on:
             self.tell("nothing to stop: this run does not go on")
         elif self.stop_asked_at is not None:
@@ -721,7 +721,7 @@ class RunScreen(Screen[None]):
             question = Question(
                 [
                     f"Stop {clean(_short_path(self.source.path), self.ascii_only)}?",
-                    "Its processes get 15 s to end; resuming goes on from the last checkpoint.",
+                    "It saves a checkpoint first; x once more ends it without.",
                 ],
                 [("y", "stop the run", "stop"), ("n", "let it go on", "")],
             )
@@ -732,7 +732,7 @@ class RunScreen(Screen[None]):
             self.ask_to_stop()
 
     def ask_to_stop(self) -> None:
-        """Ask the run's supervisor to stop."""
+        """Ask the run to save and stop; asked again, to end."""
         from dschat_tui.runs.control import NotRunning, ask_to_stop
         from dschat_tui.runs.folder import RunFolder
 

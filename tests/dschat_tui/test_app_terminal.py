@@ -163,6 +163,8 @@ def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
     again.press("x")
     again.wait_for_text("stop the run")
     again.press("y")
+    again.wait_for_text("x again")
+    again.press("x")
     made.wait_for(lambda: made.state()["state"] == "stopped")
     again.wait_for_text("stopped")
     supervisor.wait(30)
