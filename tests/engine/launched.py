@@ -11,6 +11,21 @@ from pathlib import Path
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def free_environment() -> dict[str, str]:
+    """That of this process without a launcher's variables, for a process of its own group.
+
+    Holds a free port as MASTER_PORT.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: os.environ[name] for name in os.environ if name not in _OF_A_LAUNCHER}
+    tests = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parents[1], tests)))
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+
+
 def launch(worker: Path, *arguments: object, timeout: int = 600) -> str:
     """Run `worker` with `deepspeed` on two ranks and wait for it.
 
@@ -21,15 +36,9 @@ def launch(worker: Path, *arguments: object, timeout: int = 600) -> str:
         AssertionError: it failed.
         subprocess.TimeoutExpired: it hangs; its processes are ended.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {name: os.environ[name] for name in os.environ if name not in _OF_A_LAUNCHER}
-    tests = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parents[1], tests)))
-    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = free_environment()
     command = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", "/dev/null"]
-    command += ["--num_gpus", "2", "--master_port", str(port), str(worker)]
+    command += ["--num_gpus", "2", "--master_port", environment["MASTER_PORT"], str(worker)]
     with subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,

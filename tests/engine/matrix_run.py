@@ -59,14 +59,17 @@ def cells() -> Iterator[Cell]:
         yield Cell(*values)
 
 
-def small_model(family: str, folder: Path) -> str:
+def small_model(
+    family: str, folder: Path, hidden: int = 32, inner: int = 64, layers: int = 2
+) -> str:
     """A model of an embedded family with its tokenizer, smaller than the embedded one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     embedded = build(f"tiny-{family}")
     config = AutoConfig.from_pretrained(embedded)
-    config.hidden_size, config.num_hidden_layers = 32, 2
-    for name, size in (("ffn_dim", 64), ("intermediate_size", 64), ("word_embed_proj_dim", 32)):
+    config.hidden_size, config.num_hidden_layers = hidden, layers
+    sizes = {"ffn_dim": inner, "intermediate_size": inner, "word_embed_proj_dim": hidden}
+    for name, size in sizes.items():
         if hasattr(config, name):
             setattr(config, name, size)
     if hasattr(config, "head_dim"):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from matrix_run import options
+from matrix_run import options, small_model
 from torch import nn
 
-from engine.models.embedded import build
 from engine.trainers.context import StepContext
 from engine.trainers.ppo import PPOTrainer
 from engine.trainers.sft import SFTTrainer
@@ -20,18 +18,7 @@ STEPS = 4
 
 def large_model(folder: Path) -> str:
     """A Llama of one layer with matrices of more than 500,000 elements."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    embedded = build("tiny-llama")
-    config = AutoConfig.from_pretrained(embedded)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1024, 1
-    config.head_dim = 128
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(embedded).save_pretrained(folder)
-    return str(folder)
+    return small_model("llama", folder, hidden=512, inner=1024, layers=1)
 
 
 def sft(model: str, run: Path, *changes: str) -> SFTTrainer:
