@@ -102,7 +102,7 @@ def measured() -> dict[Case, dict[str, int]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     lines = [line for line in program.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(CASES), program.stderr[-3000:]
