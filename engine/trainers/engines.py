@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -16,20 +15,9 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from engine.config.schema import StepConfig
 from engine.distributed import world_size
 from engine.models.quantization import install_quantizer
-
-
-@dataclass(frozen=True)
-class OptimizerPlan:
-    """How one model is optimised: parameter groups carry learning rate and weight decay."""
-
-    groups: list[dict[str, Any]]
-    betas: tuple[float, float]
-    eps: float
-    scheduler: str
-    warmup_steps: int
-    total_steps: int
 
 
 @contextmanager
@@ -58,15 +46,30 @@ def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
 
 
 def training_engine(
-    model: nn.Module, config: dict[str, Any], plan: OptimizerPlan
+    model: nn.Module,
+    config: dict[str, Any],
+    groups: list[dict[str, Any]],
+    options: StepConfig,
+    total_steps: int,
+    eps: float = 1e-8,
 ) -> deepspeed.DeepSpeedEngine:
-    """Wrap a model for training with AdamW and a learning-rate schedule."""
-    optimizer = _adamw(plan, offload="offload_optimizer" in config["zero_optimization"])
+    """Wrap a model for training with AdamW and a learning-rate schedule.
+
+    Args:
+        model: whose parameters the groups hold.
+        config: DeepSpeed's.
+        groups: parameters with their learning rate and weight decay.
+        options: the step's betas, schedule and warm-up.
+        total_steps: optimizer steps of the whole schedule.
+        eps: Adam's epsilon.
+    """
+    offload = "offload_optimizer" in config["zero_optimization"]
+    optimizer = _adamw(groups, offload, betas=options.adam_betas, eps=eps)
     scheduler = get_scheduler(
-        plan.scheduler,
+        options.scheduler,
         optimizer,
-        num_warmup_steps=plan.warmup_steps,
-        num_training_steps=plan.total_steps,
+        num_warmup_steps=options.warmup_steps,
+        num_training_steps=total_steps,
     )
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
@@ -136,16 +139,15 @@ def _check_device(zero: dict[str, Any]) -> None:
         )
 
 
-def _adamw(plan: OptimizerPlan, offload: bool) -> torch.optim.Optimizer:
+def _adamw(groups: list[dict[str, Any]], offload: bool, **options: Any) -> torch.optim.Optimizer:
     """DeepSpeed's kernels on a GPU where they build, else torch's fused AdamW.
 
     On a CPU torch's is as fast as DeepSpeed's and needs no compiler.
     """
-    arguments: dict[str, Any] = {"betas": plan.betas, "eps": plan.eps}
     if get_accelerator().device_name() != "cpu":
         compatible = deepspeed.ops.__compatible_ops__
         if offload and compatible.get("cpu_adam"):
-            return deepspeed.ops.adam.DeepSpeedCPUAdam(plan.groups, **arguments)
+            return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **options)
         if not offload and compatible.get("fused_adam"):
-            return deepspeed.ops.adam.FusedAdam(plan.groups, **arguments)
-    return torch.optim.AdamW(plan.groups, fused=True, **arguments)
+            return deepspeed.ops.adam.FusedAdam(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)

@@ -15,6 +15,7 @@ from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_lo
 from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, PairCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.models.adapters import save_adapters
 from engine.models.load import resize_for, resolve_model
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.reward import RewardModel
@@ -24,7 +25,6 @@ from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
 from engine.trainers.context import BatchPlan, StepContext, length_of_training
 from engine.trainers.engines import (
-    OptimizerPlan,
     backward,
     engine_step,
     learning_rates,
@@ -44,6 +44,7 @@ class RewardTrainer:
         # 1. The tokenizer and the data.
         from_sft = config.models.reward == "sft"
         source = context.sft_model() if from_sft else resolve_model(config.models.reward)
+        self.source = source
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "reward")
         self.collate = PairCollator(self.tokenizer.pad_token_id)
@@ -83,15 +84,7 @@ class RewardTrainer:
         groups = parameter_groups(
             model, options.learning_rate, options.weight_decay, config.critic.lora.learning_rate
         )
-        optimizer = OptimizerPlan(
-            groups=groups,
-            betas=options.adam_betas,
-            eps=1e-8,
-            scheduler=options.scheduler,
-            warmup_steps=options.warmup_steps,
-            total_steps=self.total_steps,
-        )
-        self.engine = training_engine(model, engine_config, optimizer)
+        self.engine = training_engine(model, engine_config, groups, options, self.total_steps)
         self.checkpoints = context.checkpoints({"reward": self.engine})
         self.watchdog = Watchdog(report, {"critic": self.engine})
         self.accuracy = math.nan
@@ -268,4 +261,6 @@ class RewardTrainer:
         report.line(training_log.saving_model())
         folder = self.context.folder / "model"
         save_model(self.engine.module, self.tokenizer, folder)
+        if self.context.config.critic.lora.export:
+            save_adapters(self.engine.module, self.source, self.context.folder / "adapters")
         report.line(training_log.step_finished(str(folder)))

@@ -25,7 +25,7 @@ from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
 from engine.trainers.context import BatchPlan, StepContext
-from engine.trainers.engines import OptimizerPlan, frozen_engine, training_engine, zero3_loading
+from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
 
 
 class RLHFEngine:
@@ -154,17 +154,11 @@ class RLHFEngine:
         self, model: nn.Module, name: Role, role: RoleConfig, optimizer_steps: int
     ) -> DeepSpeedEngine:
         ppo = self.context.config.ppo
-        plan = OptimizerPlan(
-            groups=parameter_groups(
-                model, role.learning_rate, role.weight_decay, role.lora.learning_rate
-            ),
-            betas=ppo.adam_betas,
-            eps=ppo.adam_eps,
-            scheduler=ppo.scheduler,
-            warmup_steps=ppo.warmup_steps,
-            total_steps=optimizer_steps,
+        groups = parameter_groups(
+            model, role.learning_rate, role.weight_decay, role.lora.learning_rate
         )
-        return training_engine(model, self._training_config(name), plan)
+        config = self._training_config(name)
+        return training_engine(model, config, groups, ppo, optimizer_steps, eps=ppo.adam_eps)
 
     def answer_logits(
         self, model: DeepSpeedEngine, ids: Tensor, mask: Tensor, width: int

@@ -12,6 +12,7 @@ from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
 from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.models.adapters import save_adapters
 from engine.models.load import load_causal_lm, resize_for, resolve_model
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.quantization import quantize_frozen
@@ -21,7 +22,6 @@ from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
 from engine.trainers.context import BatchPlan, StepContext, length_of_training
 from engine.trainers.engines import (
-    OptimizerPlan,
     backward,
     engine_step,
     learning_rates,
@@ -39,7 +39,7 @@ class SFTTrainer:
         config, report, options = context.config, context.report, context.config.sft
 
         # 1. The tokenizer and the data.
-        source = resolve_model(config.models.actor)
+        self.source = source = resolve_model(config.models.actor)
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "sft")
         self.collate = SftCollator(self.tokenizer.pad_token_id)
@@ -78,15 +78,7 @@ class SFTTrainer:
         groups = parameter_groups(
             model, options.learning_rate, options.weight_decay, config.actor.lora.learning_rate
         )
-        optimizer = OptimizerPlan(
-            groups=groups,
-            betas=options.adam_betas,
-            eps=1e-8,
-            scheduler=options.scheduler,
-            warmup_steps=options.warmup_steps,
-            total_steps=self.total_steps,
-        )
-        self.engine = training_engine(model, engine_config, optimizer)
+        self.engine = training_engine(model, engine_config, groups, options, self.total_steps)
         if config.mixz.enabled:
             report.note(str(quantize_frozen(self.engine.module)))
         self.checkpoints = context.checkpoints({"sft": self.engine})
@@ -228,4 +220,6 @@ class SFTTrainer:
         report.line(training_log.saving_model())
         folder = self.context.folder / "model"
         save_model(self.engine.module, self.tokenizer, folder)
+        if self.context.config.actor.lora.export:
+            save_adapters(self.engine.module, self.source, self.context.folder / "adapters")
         report.line(training_log.step_finished(str(folder)))

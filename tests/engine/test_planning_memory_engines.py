@@ -161,7 +161,7 @@ def _measure(case: Case) -> dict[str, int]:
 
     from engine.config.deepspeed import deepspeed_config
     from engine.models.lora import add_lora, parameter_groups
-    from engine.trainers.engines import OptimizerPlan, training_engine, zero3_loading
+    from engine.trainers.engines import training_engine, zero3_loading
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -191,8 +191,7 @@ def _measure(case: Case) -> dict[str, int]:
         if case.lora:
             model = add_lora(model, config.actor.lora)
         groups = parameter_groups(model, 1e-4, 0.0, 1e-4)
-        plan = OptimizerPlan(groups, (0.9, 0.95), 1e-8, "constant", 0, 10)
-        engine = training_engine(model, engine_config, plan)
+        engine = training_engine(model, engine_config, groups, config.sft, total_steps=10)
         inner = engine.basic_optimizer
         step = inner.step
 
