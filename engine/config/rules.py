@@ -167,6 +167,13 @@ def _lora_only_without_rank(config: RunConfig, facts: ModelFacts) -> str | None:
     return None
 
 
+def _export_without_only(config: RunConfig, facts: ModelFacts) -> str | None:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if role.lora.export and not role.lora.only:
+            return f"{name}.lora.export with {name}.lora.only=false"
+    return None
+
+
 def _deployment(config: RunConfig, facts: ModelFacts) -> str | None:
     launch = config.launch
     if launch.deployment == "multi_node" and launch.hostfile is None:
@@ -332,6 +339,20 @@ RULES: tuple[Rule, ...] = (
             f"{name}.lora.rank": 128
             for name, role in (("actor", config.actor), ("critic", config.critic))
             if role.lora.only and role.lora.rank == 0
+        },
+    ),
+    Rule(
+        "adapter-export-needs-only-lora",
+        _export_without_only,
+        "adapters fit the base they were trained on, which must not have changed",
+        lambda config: {
+            key: value
+            for name, role in (("actor", config.actor), ("critic", config.critic))
+            if role.lora.export and not role.lora.only
+            for key, value in (
+                (f"{name}.lora.only", True),
+                (f"{name}.lora.rank", role.lora.rank or 128),
+            )
         },
     ),
     Rule(

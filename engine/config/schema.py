@@ -164,6 +164,11 @@ class LoraConfig(Section):
     learning_rate: PositiveFloat = option(
         5e-4, "LoRA learning rate", "Peak learning rate of the adapters"
     )
+    export: bool = option(
+        False,
+        "Export adapters",
+        "Save the adapters alone too, in a folder for peft beside the merged one; needs only-LoRA",
+    )
 
 
 class RoleConfig(Section):

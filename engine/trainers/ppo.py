@@ -27,6 +27,7 @@ from engine.data.phases import unsupervised_rows
 from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.generation.hybrid import HybridEngine
 from engine.generation.sampling import Generation, Sampling
+from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import (
     forward_flops,
@@ -363,7 +364,10 @@ class PPOTrainer:
         else:
             stats.critic_gradient_norm = engine_step(engine.critic)
 
-        # 3. Sums for the report.
+        # 3. Sums for the report. In the first micro batch the policy is the one that answered.
+        if not stats.sums["tokens"]:
+            stats.sums["first_ratio"] = float(policy.ratio_sum)
+            stats.sums["first_tokens"] = float(policy.token_count)
         stats.ratio_max = max(stats.ratio_max, float(policy.ratio_max))
         stats.sums.update(
             actor_loss=float(policy.loss_sum.detach()),
@@ -516,6 +520,7 @@ class PPOTrainer:
             "approx_kl": sums["approx_kl"] / tokens,
             "clip_fraction": sums["clipped"] / tokens,
             "value_clip_fraction": sums["value_clipped"] / tokens,
+            "first_ratio_mean": sums["first_ratio"] / max(1.0, sums["first_tokens"]),
             "ratio_mean": sums["ratio"] / tokens,
             "ratio_max": max_over_ranks(stats.ratio_max),
             "explained_variance": float(explained),
@@ -598,4 +603,10 @@ class PPOTrainer:
             with self.engine.actor_ema.in_place():
                 save_model(self.engine.actor.module, self.tokenizer, folder / "actor_ema")
         save_model(self.engine.actor.module, self.tokenizer, folder / "actor")
+        for name, module, base in (
+            ("actor", self.engine.actor.module, self.context.sft_model()),
+            ("critic", self.engine.critic.module, self.context.trained_reward_model()),
+        ):
+            if getattr(self.context.config, name).lora.export:
+                save_adapters(module, base, folder / f"{name}_adapters")
         report.line(training_log.step_finished(str(folder / "actor")))

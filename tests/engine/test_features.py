@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -14,7 +15,9 @@ import torch
 from launched import free_environment
 from matrix_run import options, small_model, step_3
 from mixz_run import LORA, losses
+from peft import PeftModel
 from small_run import configuration
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.config import ModelFacts, check
 from engine.models.load import ModelError
@@ -133,6 +136,7 @@ def test_reference_and_reward_model_are_offloaded_separately(role, model, group,
             "mixz-not-on-nvme",
         ),
         (["mixz.enabled=true", "actor.zero_stage=3"], "mixz-needs-zero3-and-lora"),
+        (["critic.lora.export=true"], "adapter-export-needs-only-lora"),
         (["critic.offload=true"], "offload-needs-zero2"),
     ],
 )
@@ -162,3 +166,32 @@ def test_dropout_field_reaches_every_layer(step, tmp_path, group):
     named = [getattr(module, "dropout", None) for module in trainer.engine.module.modules()]
     rates = {rate for rate in named if isinstance(rate, float)}
     assert rates == {0.25}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_exported_adapters_on_their_base_are_the_merged_models(stage, model, group, tmp_path):
+    trainer = step_3(
+        model,
+        tmp_path,
+        *(f"{role}.zero_stage={stage}" for role in ("actor", "critic")),
+        *(f"{role}.lora.rank=2" for role in ("actor", "critic")),
+        *(f"{role}.lora.only=true" for role in ("actor", "critic")),
+        *(f"{role}.lora.export=true" for role in ("actor", "critic")),
+        "ppo.max_steps=1",
+    )
+    trainer.train()
+    trainer.save()
+    ids = torch.arange(2, 14).reshape(2, 6)
+    for name, auto_class in (
+        ("actor", AutoModelForCausalLM),
+        ("critic", partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)),
+    ):
+        load = getattr(auto_class, "from_pretrained", auto_class)
+        adapted = PeftModel.from_pretrained(
+            load(model), str(tmp_path / f"step3-rlhf/{name}_adapters")
+        )
+        merged = load(str(tmp_path / f"step3-rlhf/{name}"))
+        base = load(model)
+        results = [each.eval()(input_ids=ids).logits for each in (adapted, merged, base)]
+        torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+        assert not torch.equal(results[1], results[2])
