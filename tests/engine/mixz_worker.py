@@ -1,4 +1,4 @@
-"""One rank of `test_mixz.py`: SFT with and without MixZ, then step 3 with the hybrid engine."""
+"""One rank of `test_mixz.py`: SFT with three kinds of weights, then step 3 with MixZ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from mixz_run import losses, ppo, sft, share_of_bf16
 
 from engine.distributed import max_over_ranks, process_group, rank
 
+VARIANTS = {
+    "off": (),
+    "on": ("mixz.enabled=true",),
+    "gather": ("actor.zero_quantized_weights=true",),
+}
+
 
 def main(folder: Path, model: str, dtype: str) -> None:
     # torch computes in fp16 on any CPU; DeepSpeed refuses where there are no instructions for it.
@@ -18,9 +24,8 @@ def main(folder: Path, model: str, dtype: str) -> None:
     ranks = ("launch.num_accelerators=2", f"dtype={dtype}")
     results = {}
     with process_group():
-        for name in ("off", "on"):
-            on = "mixz.enabled=" + ("true" if name == "on" else "false")
-            trainer = sft(model, folder / name, *ranks, on)
+        for name, changes in VARIANTS.items():
+            trainer = sft(model, folder / name, *ranks, *changes)
             trainer.train()
             results[f"share {name}"] = max_over_ranks(share_of_bf16(trainer.engine.module))
             trainer.save()
@@ -30,7 +35,7 @@ def main(folder: Path, model: str, dtype: str) -> None:
         results["share ppo"] = max_over_ranks(share_of_bf16(step3.engine.actor.module))
         if rank() == 0:
             results["off_reason"] = step3.hybrid.off_reason
-            results["losses"] = [losses(folder / name) for name in ("off", "on")]
+            results["losses"] = [losses(folder / name) for name in VARIANTS]
             (folder / "results.json").write_text(json.dumps(results))
 
 
