@@ -57,7 +57,12 @@ def test_the_checks_before_a_run_and_its_supervisor_need_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["metrics"], ["eval"], ["chat"], ["options"], ["profiles", "show"]]
+    "command",
+    [
+        *([], ["run"], ["metrics"], ["eval"], ["chat"], ["options"], ["profiles", "show"]),
+        *([["runs", name] for name in ("list", "show", "attach", "stop", "resume", "delete")]),
+        *(["plan"], ["doctor"]),
+    ],
 )
 def test_every_command_has_help(command):
     result = dschat(*command, "--help")
@@ -77,6 +82,9 @@ def test_every_command_has_help(command):
         (["--steps", "3"], "models.sft"),
         (["--data", "./none.json"], "none.json"),
         (["--no-such-option"], "--no-such-option"),
+        (["--resume", "none"], "none is no run"),
+        (["--resume", "none", "--steps", "1"], "leave out --steps"),
+        (["--fix"], "--resume RUN"),
     ],
 )
 def test_what_cannot_run_is_refused_with_2_on_stderr_and_starts_nothing(elsewhere, arguments, told):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
 
-from dschat_tui.runs import results, watch
+import pytest
+
+from dschat_tui.runs import control, results, watch
 from dschat_tui.runs.folder import STEPS
 from engine import training_log
 
@@ -173,3 +181,89 @@ def test_interrupting_the_command_stops_the_run_and_exits_130(fake_run):
     assert watcher.returncode == 130
     assert json.loads(out)["state"] == "stopped"
     assert fake.survivors() == []
+
+
+class Terminal:
+    """A watching command in a real pseudo-terminal."""
+
+    def __init__(self, fake) -> None:
+        self.leader, follower = pty.openpty()
+        command = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
+        self.process = subprocess.Popen(
+            command,
+            stdin=follower,
+            stdout=subprocess.DEVNULL,
+            stderr=follower,
+            env={**os.environ, "TERM": "xterm"},
+            # the terminal becomes the one that controls the new session
+            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+        )
+        os.close(follower)
+        self.text = ""
+
+    def wait_for(self, told: str) -> None:
+        """Read what is shown until it holds some text."""
+        end = time.monotonic() + 60
+        while told not in self.text:
+            assert time.monotonic() < end, self.text
+            if select.select([self.leader], [], [], 0.1)[0]:
+                self.text += os.read(self.leader, 65536).decode("utf-8", "replace")
+
+    def type(self, keys: str) -> None:
+        """Type some keys; \\x03 is Ctrl-C."""
+        os.write(self.leader, keys.encode())
+
+    def exit_code(self) -> int:
+        """Read on until the command ends."""
+        end = time.monotonic() + 60
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.text
+            if select.select([self.leader], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):
+                    self.text += os.read(self.leader, 65536).decode("utf-8", "replace")
+        return self.process.returncode
+
+
+@pytest.fixture
+def terminal(fake_run):
+    """A run whose step stops on request, watched in a terminal."""
+    fake = fake_run(sft=STOPS_ON_REQUEST)
+    terminal = Terminal(fake)
+    fake.wait_for((fake.run.path / "ready").exists)
+    yield fake, terminal
+    os.close(terminal.leader)
+    if control.has_supervisor(fake.state()):
+        control.end_now(fake.run)
+        fake.wait_for(lambda: not control.has_supervisor(fake.state()))
+
+
+def test_ctrl_c_asks_and_d_leaves_the_run_going_on(terminal):
+    fake, shown = terminal
+    shown.type("\x03")
+    shown.wait_for("[d]etach")
+    shown.type("d\n")
+    assert shown.exit_code() == 0
+    assert control.has_supervisor(fake.state())
+    assert len(fake.survivors()) == 1
+
+
+@pytest.mark.parametrize("answer", ["s\n", "\x03"])
+def test_ctrl_c_asks_and_s_or_a_second_one_stops_the_run(terminal, answer):
+    fake, shown = terminal
+    shown.type("\x03")
+    shown.wait_for("[d]etach")
+    shown.type(answer)
+    assert shown.exit_code() == 130
+    assert fake.state()["state"] == "stopped"
+    assert fake.survivors() == []
+
+
+def test_closing_the_terminal_leaves_the_run_going_on(terminal):
+    fake, shown = terminal
+    os.kill(shown.process.pid, signal.SIGHUP)
+    assert shown.exit_code() != 0
+    assert control.has_supervisor(fake.state())
+    assert len(fake.survivors()) == 1
+    attached = watch.Watch(fake.run)
+    attached.look()
+    assert attached.running_step() == SFT
