@@ -152,11 +152,15 @@ class RunFolder:
 
     def _replace(self, target: Path, content: str) -> None:
         temporary = self.path / f".{target.name}.{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def create(self, config_yaml: str, profile: str, steps: list[Step]) -> dict[str, Any]:
         """Write run.yaml and a run.json with `steps` pending; steps already there are kept."""

@@ -7,7 +7,9 @@ one; a second SIGTERM skips the grace.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -140,14 +142,28 @@ class Supervisor:
         self._beat()
 
     def _save(self) -> None:
-        self.run_folder.write_state(self.state)
+        """Write run.json; on a full disk, once there is room again."""
+        while True:
+            try:
+                self.run_folder.write_state(self.state)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.stop_requests > 1:
+                    raise
+                self._say(f"waiting for room to write {self.run_folder.state_file}: {error}")
+                time.sleep(HEARTBEAT_SECONDS)
 
     def _beat(self) -> None:
         try:
-            self._save()
+            self.run_folder.write_state(self.state)
         except OSError as error:
             # training goes on: what it writes may still fit, and the next beat may succeed
-            print(f"cannot write {self.run_folder.state_file}: {error}", file=sys.stderr)
+            self._say(f"cannot write {self.run_folder.state_file}: {error}")
+
+    def _say(self, text: str) -> None:
+        # the supervisor's own log lies on the same disk
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     def _run_step(self, step: Step, record: dict[str, Any]) -> str:
         folder = self.run_folder.step_folder(step)

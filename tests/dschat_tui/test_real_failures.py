@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -131,3 +132,39 @@ def test_a_learning_rate_that_diverges_is_named_and_the_fix_lowers_it(small, tmp
     run = RunFolder(tmp_path / "run")
     going_on = dschat("run", "--resume", str(run.path), "--fix", "--detach")
     assert "changed: sft.learning_rate: 1e+18 -> 1e+17" in going_on.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 320 MiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=320m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a tmpfs, and not in every container")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_too_small_is_refused_before_a_run(small, small_disk):
+    (small_disk / "filling").write_bytes(bytes(100 * 2**20))
+    refused = dschat(*small[:3], "--output", str(small_disk / "run"))
+    assert refused.returncode == 2
+    assert "GiB free" in refused.stderr
+    assert not (small_disk / "run").exists()
+
+
+def test_too_little_memory_is_named_and_the_fix_takes_fewer_rows_at_once(small, tmp_path):
+    command = [str(Path(sys.executable).parent / "dschat"), *small, "--steps", "1"]
+    limit = 2_600_000 * 1024
+    failed = subprocess.run(
+        [*command, "--set", "sft.batch_size=512"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert failed.returncode == 1, failed.stderr
+    assert "out_of_memory" in failed.stderr
+    going_on = dschat("run", "--resume", str(tmp_path / "run"), "--fix", "--detach")
+    assert "changed: sft.micro_batch_size: null -> 256" in going_on.stderr
