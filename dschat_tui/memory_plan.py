@@ -13,7 +13,7 @@ import psutil
 from dschat_tui.doctor import hosts_of
 from dschat_tui.tables import aligned
 from engine.config import RunConfig
-from engine.models import folders
+from engine.models import embedded, folders
 from engine.planning import Change, Device, ModelShape, Plan, plan_memory, smallest_change
 
 GIB = 2**30
@@ -81,6 +81,8 @@ def shape_of(key: str, name: str) -> ModelShape:
         PlanError: it cannot be had, or is of a family that the planner does not know.
     """
     try:
+        if name.removeprefix("embedded:") in embedded.CONFIGS:
+            return ModelShape.from_config(embedded.CONFIGS[name.removeprefix("embedded:")])
         if (Path(name).expanduser() / "config.json").is_file():
             return ModelShape.from_folder(Path(name).expanduser())
         found = folders.resolve_model(name)

@@ -25,6 +25,7 @@ from engine.config import (
 )
 from engine.data import schemas
 from engine.models import catalogue, embedded, folders
+from engine.planning import ModelShape
 
 GIB = 2**30
 LEAST_FREE_BYTES = GIB // 4
@@ -164,8 +165,16 @@ def _model_folder(name: str) -> Path:
     return fetched or Path(name)
 
 
+def _model_config(name: str | Path) -> dict[str, Any]:
+    """What config.json says of a model; empty where that cannot be known without a download."""
+    embedded_name = str(name).removeprefix("embedded:")
+    if embedded_name in embedded.CONFIGS:
+        return embedded.CONFIGS[embedded_name]
+    return _read_json(Path(name) / "config.json") or {}
+
+
 def _positions(folder: Path) -> int | None:
-    model_config = _read_json(folder / "config.json") or {}
+    model_config = _model_config(folder)
     if model_config.get("model_type") == "bloom":
         return None  # ALiBi: seq_length tells of its pretraining, not of a limit
     for key in POSITION_KEYS:
@@ -280,6 +289,7 @@ def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
         reasons += _check_base_model("models.actor", models.actor)
     if 2 in numbers and models.reward != "sft":
         reasons += _check_base_model("models.reward", models.reward)
+    reasons += _check_lora_targets(config)
     finished = (("models.sft", models.sft), ("models.trained_reward", models.trained_reward))
     for key, folder in finished:
         if folder is not None and (missing := folders.missing_parts(folder)):
@@ -290,11 +300,30 @@ def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
     return reasons
 
 
+def _check_lora_targets(config: RunConfig) -> list[str]:
+    """Patterns that match no layer of a model whose shape is known here."""
+    actor = config.models.sft or config.models.actor
+    reward = config.models.trained_reward or config.models.reward
+    reasons = []
+    for key, name, lora in (
+        ("actor", actor, config.actor.lora),
+        ("critic", actor if reward == "sft" else reward, config.critic.lora),
+    ):
+        model_config = _model_config(_model_folder(name))
+        if not lora.rank or not lora.targets or not model_config:
+            continue
+        try:
+            ModelShape.from_config(model_config).lora_layers(lora.targets)
+        except ValueError as error:
+            reasons.append(f"{key}.{error}")
+    return reasons
+
+
 def _check_base_model(key: str, name: str) -> list[str]:
     if name.startswith("embedded:"):
-        if name.removeprefix("embedded:") in embedded.NAMES:
+        if name.removeprefix("embedded:") in embedded.CONFIGS:
             return []
-        known = ", ".join(f"embedded:{known}" for known in embedded.NAMES)
+        known = ", ".join(f"embedded:{known}" for known in embedded.CONFIGS)
         return [f"{key}={name} is unknown; there are {known}"]
     try:
         folders.resolve_model(name)

@@ -6,32 +6,56 @@ import hashlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.models.folders import ModelError, cache_folder, is_complete_model, new_folder
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-NAMES = ("tiny-llama", "tiny-opt")
 _VOCABULARY = 1024
+_SHARED = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+# The configurations as in config.json, without the ids of special tokens.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny-llama": {
+        "model_type": "llama",
+        "intermediate_size": 352,
+        "initializer_range": 0.05,
+        **_SHARED,
+    },
+    "tiny-opt": {
+        "model_type": "opt",
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 128,
+        "dropout": 0.0,
+        "init_std": 0.05,
+        **_SHARED,
+    },
+}
 _EOS, _PAD = "<|endoftext|>", "<|pad|>"
 # Part of the key of the cache: raise it with any change of what is built.
-_VERSION = "1"
+_VERSION = "2"
 
 
 def build(name: str, texts: Iterable[str] | None = None) -> Path:
     """The folder of an embedded model with random weights, built at its first use.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `CONFIGS`.
         texts: what the tokenizer is trained on; None means the embedded corpus of facts.
 
     Raises:
         ModelError: unknown name.
     """
-    if name not in NAMES:
-        known = ", ".join(f"embedded:{known}" for known in NAMES)
+    if name not in CONFIGS:
+        known = ", ".join(f"embedded:{known}" for known in CONFIGS)
         raise ModelError(f"no embedded model {name!r}; there are {known}")
     if texts is None:
         from engine.data import facts
@@ -49,15 +73,21 @@ def build(name: str, texts: Iterable[str] | None = None) -> Path:
 
 def _build(name: str, texts: list[str], folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from engine.data.templates import install_template
 
     tokenizer = _train_tokenizer(texts)
     install_template(tokenizer, "human_assistant")
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = AutoConfig.for_model(**CONFIGS[name], **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_config(name, tokenizer), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(folder, replace=False) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -80,22 +110,3 @@ def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=_EOS, eos_token=_EOS, pad_token=_PAD
     )
-
-
-def _config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    from transformers import LlamaConfig, OPTConfig
-
-    shared = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    if name == "tiny-opt":
-        return OPTConfig(ffn_dim=512, word_embed_proj_dim=128, dropout=0.0, init_std=0.05, **shared)
-    return LlamaConfig(intermediate_size=352, initializer_range=0.05, **shared)

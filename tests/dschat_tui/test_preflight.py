@@ -11,7 +11,7 @@ import pytest
 from dschat_tui.runs import preflight
 from dschat_tui.runs.folder import DONE, STEPS, RunFolder, process_identity
 from dschat_tui.runs.preflight import Refusal, changed_keys, model_facts, prepare
-from engine.config import RunConfig, load_config, resolve, to_yaml
+from engine.config import RunConfig, load_config, load_profile, resolve, to_yaml
 
 
 def config(**values) -> RunConfig:
@@ -250,3 +250,11 @@ def test_more_ranks_than_visible_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.launch, "visible_gpus", lambda environment: ["3"])
     two = config(launch={"deployment": "single_node", "num_accelerators": 2})
     assert "CUDA_VISIBLE_DEVICES" in reasons(two, tmp_path / "run")
+
+
+def test_lora_targets_that_match_nothing_are_refused_before_the_start(tmp_path: Path) -> None:
+    config = load_profile("tiny", ["actor.lora.rank=4", "actor.lora.targets=decoder.layers"])
+    with pytest.raises(Refusal, match=r"actor\.lora\.targets .* match no linear layer"):
+        prepare(config, tmp_path / "run", None)
+    config = load_profile("tiny", ["actor.lora.rank=4", "actor.lora.targets=q_proj"])
+    prepare(config, tmp_path / "run", None)

@@ -202,7 +202,7 @@ def test_the_normalisation_of_scores_is_saved_with_the_reward_model(tiny_model, 
     assert again.normalization == (-1.25, 0.5)
 
 
-@pytest.mark.parametrize("name", embedded.NAMES)
+@pytest.mark.parametrize("name", list(embedded.CONFIGS))
 def test_embedded_models_are_built_once_and_are_about_a_million_parameters(name):
     texts = [f"Human: {i} and {j}?\n\nAssistant: they are {i + j}" for i in range(9) for j in "abc"
              for j in range(9)]  # fmt: skip
