@@ -103,7 +103,7 @@ class FakeRun:
         pids = [int(line) for line in noted.read_text().split()] if noted.exists() else []
         return [pid for pid in pids if _runs(pid)]
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 180.0) -> None:
         """Wait until a condition holds."""
         end = time.monotonic() + seconds
         while not condition():

@@ -47,7 +47,7 @@ class Terminal:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Read until a condition holds."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while not condition():
             assert time.monotonic() < end, self.seen[-3000:].decode(errors="replace")
             self.read()

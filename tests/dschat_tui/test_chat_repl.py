@@ -178,7 +178,7 @@ def pipe(lines: str, home: Path, **options: object) -> subprocess.CompletedProce
         text=True,
         cwd=home,
         env=child_environment(home),
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -215,7 +215,7 @@ def test_an_interrupt_in_a_pipe_ends_with_130_and_keeps_the_text(tmp_path) -> No
     child.stdin.flush()
     assert child.stdout.read(8) == b"forever "
     child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=60)
+    out, _ = child.communicate(timeout=180)
     assert child.returncode == 130
     assert out.replace(b"more ", b"") == b"\n"
 
@@ -240,7 +240,7 @@ def test_an_interrupt_of_a_json_child_ends_only_the_answer(tmp_path) -> None:
     while row.get("event") != "answer":
         row = json.loads(child.stdout.readline())
     assert row["finish"] == "interrupted"
-    out, _ = child.communicate("/history\nquit\n", timeout=60)
+    out, _ = child.communicate("/history\nquit\n", timeout=180)
     table = next(json.loads(line) for line in out.splitlines() if '"table"' in line)
     assert table["rows"][1]["content"] == row["text"]
     assert child.returncode == 0
@@ -266,7 +266,7 @@ class Terminal:
 
     def expect(self, pattern: str) -> str:
         """Read until a pattern comes; return everything up to its end."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not (match := re.search(pattern, self.unread)):
             ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{pattern!r} never came; there was {self.unread!r}"

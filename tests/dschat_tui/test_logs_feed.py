@@ -19,7 +19,7 @@ from engine import training_log
 
 def take_until(feed: Feed | Replay, enough: Callable[[list[Message]], bool]) -> list[Message]:
     messages: list[Message] = []
-    end = time.monotonic() + 30
+    end = time.monotonic() + 180
     while not enough(messages):
         assert time.monotonic() < end, f"waited in vain, got {messages}"
         messages += feed.take()

@@ -92,7 +92,7 @@ def drive(
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < end, screen_text(pilot.app.screen)
         await pilot.pause(0.05)

@@ -177,7 +177,7 @@ def test_interrupting_the_command_stops_the_run_and_exits_130(fake_run):
     )
     fake.wait_for((fake.run.path / "ready").exists)
     os.kill(watcher.pid, signal.SIGINT)
-    out, _ = watcher.communicate(timeout=60)
+    out, _ = watcher.communicate(timeout=180)
     assert watcher.returncode == 130
     assert json.loads(out)["state"] == "stopped"
     assert fake.survivors() == []
@@ -203,7 +203,7 @@ class Terminal:
 
     def wait_for(self, told: str) -> None:
         """Read what is shown until it holds some text."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while told not in self.text:
             assert time.monotonic() < end, self.text
             if select.select([self.leader], [], [], 0.1)[0]:
@@ -215,7 +215,7 @@ class Terminal:
 
     def exit_code(self) -> int:
         """Read on until the command ends."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while self.process.poll() is None:
             assert time.monotonic() < end, self.text
             if select.select([self.leader], [], [], 0.1)[0]:
