@@ -14,6 +14,7 @@ what they give.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -26,6 +27,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.failure_causes import CauseFinder
+
+# On a full disk, between two tries to write.
+_SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def _number(name: str) -> str:
@@ -82,7 +86,18 @@ def write_line(stream: TextIO, line: str) -> None:
         stream.write(text)
         return
     stream.flush()
-    os.write(descriptor, text.encode("utf-8", "replace"))
+    write_all(descriptor, text.encode("utf-8", "replace"))
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of `content`; on a full disk wait for room: a run pauses and is not lost."""
+    while content:
+        try:
+            content = content[os.write(descriptor, content) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _one_line(text: str) -> str:

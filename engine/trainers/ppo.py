@@ -39,6 +39,7 @@ from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
 from engine.trainers.experience import Experience
 from engine.trainers.overflow import aligned_overflow
+from engine.trainers.report import append
 from engine.trainers.rlhf_engine import RLHFEngine
 from engine.trainers.watchdog import Watchdog
 
@@ -588,11 +589,12 @@ class PPOTrainer:
             "length": experience.mask.sum(dim=1).tolist(),
             "ended": experience.ended.tolist(),
         }
-        with (self.context.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
-            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-                record = {"step": step, "prompt": prompt, "answer": answer}
-                record |= {name: values[row] for name, values in columns.items()}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        lines = []
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            record = {"step": step, "prompt": prompt, "answer": answer}
+            record |= {name: values[row] for name, values in columns.items()}
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        append(self.context.folder / "rollouts.jsonl", "".join(lines))
 
     def save(self) -> None:
         """Write actor, critic and the actor's average as complete Hugging Face folders."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,8 +71,7 @@ class Report:
         if self._silent:
             return
         plain = {name: _finite(value) for name, value in values.items()}
-        with self._metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+        append(self._metrics_file, json.dumps(plain) + "\n")
 
     def events(self, step: int, values: Mapping[str, float]) -> None:
         """Write scalars of the pipeline to TensorBoard, where it is on."""
@@ -80,6 +80,15 @@ class Report:
         for name, value in values.items():
             self._events.add_scalar(name, value, global_step=step)
         self._events.flush()
+
+
+def append(file: Path, text: str) -> None:
+    """Add whole lines to a file; on a full disk, wait for room."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        training_log.write_all(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def _finite(value: object) -> object:

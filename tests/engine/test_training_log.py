@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -971,3 +972,21 @@ def test_no_torch() -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=environment)
+
+
+def test_a_full_disk_delays_a_line_and_loses_none_of_it(tmp_path: Path, monkeypatch: Any) -> None:
+    # As a file system does it: half the line fits, then nothing, then there is room again.
+    outcomes = iter([5, OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full")])
+    real_write = os.write
+
+    def write(descriptor: int, content: bytes) -> int:
+        outcome = next(outcomes, len(content))
+        if isinstance(outcome, OSError):
+            raise outcome
+        return real_write(descriptor, content[:outcome])
+
+    monkeypatch.setattr(log, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(log.os, "write", write)
+    with (tmp_path / "log").open("w") as stream:
+        log.write_line(stream, log.note("written once"))
+    assert (tmp_path / "log").read_text() == "Note => written once\n"
