@@ -12,8 +12,9 @@ demo: $(VENV)/installed
 	rm -rf output/demo
 	$(BIN)/dschat run --profile tiny --output output/demo
 
+# Two workers: many tests wait for processes that they start.
 test: $(VENV)/installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --durations 15
 
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -m gpu

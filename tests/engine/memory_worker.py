@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -24,7 +23,9 @@ def main(folder: Path, actor: str, reward: str, share: str) -> None:
             "ppo.max_steps=1",
         )
         trainer.train()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage: its maximum is inherited from the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
         row = json.loads((folder / "step3-rlhf/metrics.jsonl").read_text().splitlines()[0])
         size = sum(p.numel() * p.element_size() for p in trainer.engine.actor.module.parameters())
         print(json.dumps({"peak": peak, "kl": row["kl"], "actor": size}))
