@@ -64,9 +64,10 @@ def build(name: str, texts: Iterable[str] | None = None) -> Path:
     texts = list(texts)
     digest = hashlib.sha256("\0".join([_VERSION, name, *texts]).encode()).hexdigest()
     folder = cache_folder() / f"{name}-{digest[:16]}"
-    if not is_complete_model(folder):
-        # What is there and not complete was damaged.
-        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and not is_complete_model(folder):
+        # Folders appear whole, so this one was damaged since.
+        shutil.rmtree(folder)
+    if not folder.exists():
         _build(name, texts, folder)
     return folder
 
