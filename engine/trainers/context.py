@@ -20,7 +20,7 @@ from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
 from engine.data.templates import install_template
 from engine.distributed import rank, seed_everything, world_size
-from engine.models.load import load_tokenizer
+from engine.models.load import load_tokenizer, resolve_model
 from engine.precision import dtype_name, resolve_dtype
 from engine.trainers.report import Report
 
@@ -88,6 +88,18 @@ class StepContext:
         if not self.config.logging.tensorboard:
             return None
         return str(self._events_folder(self.config, self.folder)), name
+
+    def resolve_model(self, name: str) -> str:
+        """Path or Hub id of a base model; rank 0 builds an embedded one before the others look.
+
+        transformers writes weights on rank 0 alone.
+        """
+        if rank() != 0:
+            dist.barrier()
+        path = resolve_model(name)
+        if rank() == 0 and world_size() > 1:
+            dist.barrier()
+        return path
 
     def load_tokenizer(self, source: str) -> PreTrainedTokenizerBase:
         """The tokenizer of a model; it carries the dialogue template that the run trains with."""

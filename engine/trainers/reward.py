@@ -16,7 +16,7 @@ from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, PairCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.adapters import save_adapters
-from engine.models.load import resize_for, resolve_model
+from engine.models.load import resize_for
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
@@ -43,7 +43,7 @@ class RewardTrainer:
 
         # 1. The tokenizer and the data.
         from_sft = config.models.reward == "sft"
-        source = context.sft_model() if from_sft else resolve_model(config.models.reward)
+        source = context.sft_model() if from_sft else context.resolve_model(config.models.reward)
         self.source = source
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "reward")

@@ -13,7 +13,7 @@ from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.adapters import save_adapters
-from engine.models.load import load_causal_lm, resize_for, resolve_model
+from engine.models.load import load_causal_lm, resize_for
 from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.quantization import quantize_frozen
 from engine.models.save import save_model
@@ -39,7 +39,7 @@ class SFTTrainer:
         config, report, options = context.config, context.report, context.config.sft
 
         # 1. The tokenizer and the data.
-        self.source = source = resolve_model(config.models.actor)
+        self.source = source = context.resolve_model(config.models.actor)
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "sft")
         self.collate = SftCollator(self.tokenizer.pad_token_id)
