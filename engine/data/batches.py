@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,6 @@ class GlobalBatches:
         size = self.batch_size
         order = shuffled(len(self.lengths), self.seed, epoch)[: len(self) * size]
         return order.reshape(len(self), size).tolist()
-
-    def iterate(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, list[int]]]:
-        """Endless `(epoch, index, rows)` from a position on, as after a resume."""
-        while True:
-            batches = self.epoch(epoch)
-            for i in range(index, len(batches)):
-                yield epoch, i, batches[i]
-            epoch, index = epoch + 1, 0
 
     def local_micro_batches(
         self, global_batch: list[int], rank: int, ranks: int, micro_batch_size: int | None = None

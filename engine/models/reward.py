@@ -82,16 +82,6 @@ class RewardModel(nn.Module):
         """The config of the inner model."""
         return self.model.config
 
-    @property
-    def normalization(self) -> tuple[float, float]:
-        """Mean and deviation of scores over samples of the SFT model; (0, 1) if not measured."""
-        return getattr(self.config, "score_mean", 0.0), getattr(self.config, "score_std", 1.0)
-
-    def set_normalization(self, mean: float, std: float) -> None:
-        """Keep mean and deviation of the scores in the config, so that they are saved with it."""
-        self.config.score_mean = float(mean)
-        self.config.score_std = float(std)
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """A value at every token, fp32 `(batch, seq)`; those at padding mean nothing."""
         decoder = self.model.base_model

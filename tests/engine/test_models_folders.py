@@ -192,16 +192,6 @@ def test_a_fresh_head_depends_on_its_seed_alone(tiny_model):
     assert head(1).dtype == torch.bfloat16
 
 
-def test_the_normalisation_of_scores_is_saved_with_the_reward_model(tiny_model, tmp_path):
-    path = tiny_model("opt")
-    model = RewardModel.from_pretrained(path, torch.float32)
-    assert model.normalization == (0.0, 1.0)
-    model.set_normalization(-1.25, 0.5)
-    save_model(model, load_tokenizer(path), tmp_path / "model")
-    again = RewardModel.from_pretrained(str(tmp_path / "model"), torch.float32)
-    assert again.normalization == (-1.25, 0.5)
-
-
 @pytest.mark.parametrize("name", list(embedded.CONFIGS))
 def test_embedded_models_are_built_once_and_are_about_a_million_parameters(name):
     texts = [f"Human: {i} and {j}?\n\nAssistant: they are {i + j}" for i in range(9) for j in "abc"
