@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pty
@@ -11,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
@@ -188,15 +186,15 @@ class Terminal:
 
     def __init__(self, fake) -> None:
         self.leader, follower = pty.openpty()
-        command = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
+        watcher = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
+        # `setsid --ctty`: the terminal becomes the one that controls the new session
+        command = ["setsid", "--ctty", *watcher]
         self.process = subprocess.Popen(
             command,
             stdin=follower,
             stdout=subprocess.DEVNULL,
             stderr=follower,
             env={**os.environ, "TERM": "xterm"},
-            # the terminal becomes the one that controls the new session
-            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
         )
         os.close(follower)
         self.text = ""

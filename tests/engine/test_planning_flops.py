@@ -118,12 +118,11 @@ def test_checkpointing_adds_the_blocks_once():
     model, rows = build(LLAMA), tokens(LLAMA)
     model.gradient_checkpointing_enable()
     model.train()
-    # ZeRO-3 switches this off for its whole process.
-    with torch.utils.checkpoint.set_checkpoint_early_stop(True):
+    # Left on, torch may end a block's second pass before its last product: which depends on
+    # whether something in this process has loaded DeepSpeed's own linear layer (ZeRO-3 does).
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         measured = executed(lambda: model(rows).logits.sum().backward())
-    # torch ends a block's second pass before its last product, whose result nobody needs.
-    last = 2 * BATCH * SEQ * shape.layers * shape.block[-1].weights
-    assert measured == training_flops(shape, BATCH, SEQ, checkpointing=True) - last
+    assert measured == training_flops(shape, BATCH, SEQ, checkpointing=True)
 
 
 @pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
