@@ -1,0 +1,74 @@
+"""`dschat chat`: talk with a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    path: Annotated[
+        str, typer.Option(help="Folder of a run or of a model, or the id of a model on the Hub.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Of sampling; 0 always takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens with this share.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is off.")
+    ] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes used tokens less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Makes sampled answers repeatable.")
+    ] = None,
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the tokenizer, if the model has none.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Another model to compare with; several times.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this one question and end.")] = None,
+    eval_file: Annotated[
+        Path | None, typer.Option(help="Ask the prompts of this file and show a table.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write that table here: CSV if it ends so, else JSONL.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line on stdout.")
+    ] = False,
+) -> None:
+    """Talk with a model."""
+    from dschat_tui.chat.repl import main as converse
+
+    exit_code = converse(
+        path,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        system=system,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        against=against or [],
+        prompt=prompt,
+        as_json=as_json,
+        eval_file=eval_file,
+        output=output,
+    )
+    raise typer.Exit(exit_code)

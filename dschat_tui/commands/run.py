@@ -1,0 +1,159 @@
+"""`dschat run`: start a run or go on with one, and watch it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from dschat_tui.commands.shared import (
+    Assignments,
+    DetachFlag,
+    JsonFlag,
+    ProfileOption,
+    find_run,
+    load_config,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from dschat_tui.runs.folder import RunFolder
+    from dschat_tui.runs.preflight import Plan
+
+
+def run(
+    profile: ProfileOption = "tiny",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: output/NAME, the next free.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Steps to run, of 1,2,3. Default: all that are needed.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Data set in place of data.sources; can be given several times."),
+    ] = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, show configuration and commands, and end.")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run, after its newest checkpoint."),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="With --resume: change what mends the failure.")
+    ] = False,
+    detach: DetachFlag = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Run the steps one after another: SFT, reward model, RLHF."""
+    from dschat_tui.runs.preflight import Refusal, prepare
+
+    if resume is not None:
+        others = {"--output": output, "--steps": steps, "--data": data, "--dry-run": dry_run}
+        given = [name for name, value in others.items() if value]
+        if given:
+            refuse(f"--resume goes on with a run as it is: leave out {', '.join(given)}")
+        resume_and_watch(resume, assignments or [], fix, detach, json_output)
+    if fix:
+        refuse("--fix mends a run that failed: give it with --resume RUN")
+    config = load_config(profile, data or [], assignments or [])
+    name = Path(profile).stem
+    folder = output if output is not None else _next_free(Path("output"), name)
+    try:
+        plan = prepare(config, folder, _step_numbers(steps))
+    except Refusal as refusal:
+        refuse(*refusal.reasons)
+    if dry_run:
+        _show_plan(plan, json_output)
+        return
+
+    from dschat_tui.runs import supervisor, watch
+    from engine.config import to_yaml
+
+    try:
+        plan.run.create(to_yaml(plan.config), name, plan.steps)
+    except OSError as error:
+        refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
+    process = supervisor.start(plan.run)
+    if detach:
+        _tell_detached(plan.run, json_output)
+    raise typer.Exit(watch.watch(plan.run, process, json_output))
+
+
+def resume_and_watch(
+    name: str, assignments: list[str], fix: bool, detach: bool, json_output: bool
+) -> NoReturn:
+    from dschat_tui.runs import resume, supervisor, watch
+    from dschat_tui.runs.preflight import Refusal
+
+    folder = find_run(name)
+    try:
+        resumption = resume.prepare_resume(folder, assignments, fix)
+        for change in resumption.changes:
+            typer.echo(f"changed: {change}", err=True)
+        after = "from its beginning" if resumption.after is None else f"after {resumption.after}"
+        first = resumption.first
+        typer.echo(f"goes on with step {first.number} ({first.title}) {after}", err=True)
+        resume.apply(resumption)
+    except Refusal as refusal:
+        refuse(*refusal.reasons)
+    except OSError as error:
+        refuse(f"cannot write the run's folder {folder.path}: {error.strerror}")
+    process = supervisor.start(folder)
+    if detach:
+        _tell_detached(folder, json_output)
+    raise typer.Exit(watch.watch(folder, process, json_output))
+
+
+def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
+    """Print where a run is that goes on by itself, and end."""
+    if json_output:
+        typer.echo(json.dumps({"name": run.path.name, "path": str(run.path)}))
+    else:
+        typer.echo(str(run.path))
+    raise typer.Exit(0)
+
+
+def _step_numbers(steps: str | None) -> list[int] | None:
+    if steps is None:
+        return None
+    parts = [part.strip() for part in steps.split(",")]
+    if not all(part in ("1", "2", "3") for part in parts):
+        refuse(f"--steps {steps}: steps are 1, 2 and 3, with commas between, such as --steps 1,2")
+    return sorted({int(part) for part in parts})
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    folder, number = parent / name, 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
+def _show_plan(plan: Plan, json_output: bool) -> None:
+    """The resolved configuration and the commands, the port being one that is free now."""
+    import shlex
+
+    from dschat_tui.runs import launch
+    from engine.config import to_yaml
+
+    port = plan.config.launch.master_port or launch.free_port()
+    commands = {s.name: launch.step_command(plan.config, plan.run, s, port) for s in plan.steps}
+    if json_output:
+        document: dict[str, Any] = {
+            "output": str(plan.run.path),
+            "config": plan.config.model_dump(mode="json"),
+            "commands": commands,
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    typer.echo(f"# resolved configuration, as {plan.run.config_file} would hold it")
+    typer.echo(to_yaml(plan.config))
+    typer.echo("# commands, one after another; each takes a port of its own that is free")
+    for command in commands.values():
+        typer.echo(shlex.join(command))
