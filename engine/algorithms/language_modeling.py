@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning and of the mixture in PPO."""
+"""Log-probabilities of whole answers, and the loss of SFT and of the mixture in PPO."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from torch import Tensor
 from engine.algorithms.log_probs import token_log_probs
 
 IGNORED_LABEL = -100
+
+
+def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each row's labelled tokens together, in fp32.
+
+    Args:
+        logits: `(batch, seq, vocabulary)`.
+        labels: the input ids, -100 where a token does not count, `(batch, seq)`; shifted in here.
+
+    Returns:
+        fp32 `(batch,)`.
+    """
+    targets = labels[:, 1:]
+    counted = targets != IGNORED_LABEL
+    log_probs = token_log_probs(logits[:, :-1], targets.masked_fill(~counted, 0))
+    return log_probs.masked_fill(~counted, 0.0).sum(dim=1)
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +38,4 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         `(loss_sum, token_count)`: fp32 and int64 scalars.
     """
-    targets = labels[:, 1:]
-    counted = targets != IGNORED_LABEL
-    log_probs = token_log_probs(logits[:, :-1], targets.masked_fill(~counted, 0))
-    return -log_probs.masked_fill(~counted, 0.0).sum(), counted.sum()
+    return -sequence_log_probs(logits, labels).sum(), (labels[:, 1:] != IGNORED_LABEL).sum()

@@ -1,4 +1,4 @@
-"""The reward model's score of a sequence, and its loss on pairs."""
+"""Learning from pairs: the reward model's score and loss, and direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -107,6 +107,42 @@ def pairwise_loss_all_tokens(
     losses = -F.logsigmoid(chosen_values.float() - rejected_values.float())
     per_pair = losses.masked_fill(~counted, 0.0).sum(dim=1) / (end - start).clamp(min=1)
     return per_pair.sum()
+
+
+def implicit_rewards(log_probs: Tensor, reference_log_probs: Tensor, beta: float) -> Tensor:
+    """The reward of an answer that a policy stands for (Rafailov et al. 2023, equation 5).
+
+    Up to a term of the prompt alone, which falls away between the answers of a pair.
+
+    Args:
+        log_probs: of whole answers under the policy, `(batch,)`.
+        reference_log_probs: of the same under the reference, `(batch,)`.
+        beta: how much the KL to the reference weighs against rewards.
+
+    Returns:
+        `(batch,)`.
+    """
+    return beta * (log_probs - reference_log_probs)
+
+
+def dpo_loss(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """Direct preference optimisation (Rafailov et al. 2023, equation 7), summed over pairs.
+
+    Args:
+        chosen_rewards: implicit rewards, `(pairs,)`.
+        rejected_rewards: `(pairs,)`.
+        label_smoothing: share of pairs that are taken to be labelled the wrong way.
+
+    Returns:
+        fp32 scalar.
+    """
+    right = pairwise_loss(chosen_rewards, rejected_rewards)
+    if not label_smoothing:
+        return right
+    wrong = pairwise_loss(rejected_rewards, chosen_rewards)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def preference_accuracy(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-StepName = Literal["sft", "reward", "ppo"]
+StepName = Literal["sft", "reward", "ppo", "dpo"]
 
 STEP_FOLDERS: dict[StepName, str] = {
     "sft": "step1-sft",
     "reward": "step2-reward",
     "ppo": "step3-rlhf",
+    "dpo": "step2-dpo",
 }
 
-STEP_NUMBERS: dict[StepName, int] = {"sft": 1, "reward": 2, "ppo": 3}
+STEP_NUMBERS: dict[StepName, int] = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 2}
+
+# The steps of a run, by its `alignment`.
+PIPELINES: dict[str, tuple[StepName, ...]] = {
+    "ppo": ("sft", "reward", "ppo"),
+    "dpo": ("sft", "dpo"),
+}
 
 
 def model_folders(step: StepName, ema: bool) -> list[str]:

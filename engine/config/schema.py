@@ -211,7 +211,7 @@ class RoleConfig(Section):
         "Recompute activations in the backward pass: about a third more compute, far less memory",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Dropout", "Dropout of the model; empty: as in its own configuration (0 in PPO)"
+        None, "Dropout", "Dropout of the model; empty: as in its own configuration (0 in PPO, DPO)"
     )
     learning_rate: PositiveFloat = option(
         9.65e-6, "PPO learning rate", "Peak learning rate of this model in step 3"
@@ -231,7 +231,7 @@ class CriticConfig(RoleConfig):
 
 
 class RefConfig(Section):
-    """The frozen models of step 3."""
+    """The frozen models of step 3, and the reference of DPO."""
 
     offload: bool = option(
         False, "Offload reference", "Keep the reference model's parameters in host memory"
@@ -378,6 +378,18 @@ class RewardConfig(PretrainingStyleStep):
     )
 
 
+class DpoConfig(PretrainingStyleStep):
+    """Step 2 as a direct preference optimisation of the actor (Rafailov et al. 2023)."""
+
+    beta: PositiveFloat = option(
+        0.1, "Beta", "Scale of the implicit rewards: a larger one keeps nearer to the reference"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, le=0.5)] = option(
+        0.0, "Label smoothing", "Share of the pairs that are taken to be labelled the wrong way"
+    )
+    weight_decay: NonNegativeFloat = option(0.1, "Weight decay", "Weight decay (AdamW)")
+
+
 class PpoConfig(StepConfig):
     """Step 3, PPO on the reward model's score."""
 
@@ -481,14 +493,20 @@ class RunConfig(Section):
         "auto: bf16 where the hardware is fast at it, else fp16 on CUDA and fp32 on a CPU",
     )
     seed: NonNegativeInt = option(1234, "Seed", "Of data order, sampling and new weights")
+    alignment: Literal["ppo", "dpo"] = option(
+        "ppo",
+        "Alignment",
+        "ppo: a reward model (step 2), then PPO on it (step 3); dpo: step 2 is a direct preference "
+        "optimisation of the actor, and the run ends with it",
+    )
     launch: LaunchConfig = section(LaunchConfig, "Launch", "Where processes start")
     actor: RoleConfig = section(
-        RoleConfig, "Actor", "Layout of the actor; applies in steps 1 and 3"
+        RoleConfig, "Actor", "Layout of the actor; applies in steps 1 and 3, and in DPO"
     )
     critic: CriticConfig = section(
         CriticConfig, "Critic", "Layout of the critic; applies in steps 2 and 3"
     )
-    ref: RefConfig = section(RefConfig, "Reference", "The frozen reference of step 3")
+    ref: RefConfig = section(RefConfig, "Reference", "The frozen reference of step 3 and of DPO")
     hybrid_engine: HybridEngineConfig = section(
         HybridEngineConfig, "Hybrid engine", "Fast generation in step 3"
     )
@@ -496,6 +514,7 @@ class RunConfig(Section):
     ema: EmaConfig = section(EmaConfig, "EMA", "Average of the actor's weights")
     sft: SftConfig = section(SftConfig, "Step 1: SFT", "Supervised fine-tuning")
     reward: RewardConfig = section(RewardConfig, "Step 2: reward model", "Learning to score")
+    dpo: DpoConfig = section(DpoConfig, "Step 2: DPO", "Direct preference optimisation")
     ppo: PpoConfig = section(PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward")
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, "Checkpoints", "What a run keeps to go on after a stop"

@@ -39,7 +39,14 @@ from engine.data.templates import (
 _IDS = List(Value("int32"))
 FEATURES = {
     "sft": Features({"input_ids": _IDS, "labels": _IDS}),
-    "reward": Features({"chosen_ids": _IDS, "rejected_ids": _IDS, "kind": Value("string")}),
+    "reward": Features(
+        {
+            "chosen_ids": _IDS,
+            "rejected_ids": _IDS,
+            "prompt_length": Value("int32"),
+            "kind": Value("string"),
+        }
+    ),
     "ppo": Features({"prompt_ids": _IDS, "row": Value("int32")}),
 }
 IGNORED = -100
@@ -49,9 +56,9 @@ IGNORED = -100
 class PhaseData:
     """Tokenised rows of one phase, memory-mapped and never padded.
 
-    Columns: sft `input_ids`, `labels`; reward `chosen_ids`, `rejected_ids` (prompt, answer, EOS)
-    and `kind` (None where the data names no kinds); ppo `prompt_ids` and `row`, its place among
-    the phase's rows before any was dropped.
+    Columns: sft `input_ids`, `labels`; reward `chosen_ids`, `rejected_ids` (prompt, answer, EOS),
+    `prompt_length` (tokens of the prompt in both) and `kind` (None where the data names no kinds);
+    ppo `prompt_ids` and `row`, its place among the phase's rows before any was dropped.
 
     `counts` is of the train rows: `rows`, `truncated` (older turns or the end cut),
     `dropped_long` (no room for an answer, or a prompt beyond its limit), `dropped_identical`
@@ -220,11 +227,11 @@ def _silent(_: str) -> None:
 def _options(config: RunConfig, phase: Phase) -> list[Any]:
     data = config.data
     common = [config.seed, data.split, data.eval_share, data.eval_rows, data.template]
-    common.append(bool(config.models.trained_reward))
+    common += [bool(config.models.trained_reward), config.alignment]
     if phase == "sft":
         return [*common, config.sft.max_length, config.sft.loss_on_prompt]
     if phase == "reward":
-        return [*common, config.reward.max_length]
+        return [*common, _pair_length(config)]
     return [*common, config.ppo.max_prompt_length]
 
 
@@ -270,8 +277,10 @@ def _split(
 
 
 def _wanted(config: RunConfig, sources: list[SourceRows]) -> frozenset[Phase]:
-    """The phases that rows are split over: without a reward model to come, SFT takes all."""
+    """The phases that rows are split over: without pairs SFT takes all; DPO has no step 3."""
     has_pairs = any("reward" in source.phases for source in sources)
+    if config.alignment == "dpo":
+        return frozenset(("sft", "reward") if has_pairs else ("sft",))
     return frozenset(PHASES if has_pairs or config.models.trained_reward else ("sft",))
 
 
@@ -371,7 +380,7 @@ def _earlier_answers(
 def _reward_row(
     row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
 ) -> Row | None:
-    template, max_length = config.data.template, config.reward.max_length
+    template, max_length = config.data.template, _pair_length(config)
     if row["chosen"] is None or row["rejected"] is None:
         return None
     chosen = encode_answer(row["chosen"], tokenizer, template)
@@ -384,7 +393,17 @@ def _reward_row(
     if chosen_ids == rejected_ids:
         tally["dropped_identical"] += 1
         return None
-    return {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "kind": row["kind"]}
+    return {
+        "chosen_ids": chosen_ids,
+        "rejected_ids": rejected_ids,
+        "prompt_length": len(fitted.ids),
+        "kind": row["kind"],
+    }
+
+
+def _pair_length(config: RunConfig) -> int:
+    """Most tokens of an answer with its prompt in step 2."""
+    return (config.dpo if config.alignment == "dpo" else config.reward).max_length
 
 
 def _ppo_row(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine.checkpoint import Checkpoints
@@ -18,9 +18,10 @@ from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.schema import StepConfig
 from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
+from engine.data.schemas import Phase
 from engine.data.templates import install_template
 from engine.distributed import rank, seed_everything, world_size
-from engine.models.load import load_tokenizer, resolve_model
+from engine.models.load import load_causal_lm, load_tokenizer, resize_for, resolve_model
 from engine.precision import dtype_name, resolve_dtype
 from engine.trainers.report import Report
 
@@ -112,7 +113,16 @@ class StepContext:
         install_template(tokenizer, data.template)
         return tokenizer
 
-    def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: StepName) -> PhaseData:
+    def load_actor(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
+    ) -> PreTrainedModel:
+        """The base model or one made from it, with room for the tokenizer's tokens."""
+        trusted = self.config.models.trust_remote_code
+        model = load_causal_lm(source, self.dtype, dropout, trust_remote_code=trusted)
+        resize_for(model, tokenizer)
+        return model
+
+    def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: Phase) -> PhaseData:
         """Tokenised data of a phase: rank 0 builds it, the others find it in the cache."""
         self.report.phase("tokenising")
         if rank() != 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from engine.config.deepspeed import Role, deepspeed_config, role_layout
 from engine.config.schema import RoleConfig
 from engine.distributed import world_size
 from engine.models.families import position_arguments
-from engine.models.load import load_causal_lm, resize_for
-from engine.models.lora import adapters_off, add_lora, describe_lora, parameter_groups
+from engine.models.lora import add_lora, describe_lora, parameter_groups
 from engine.models.quantization import quantize_frozen
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
 from engine.trainers.context import BatchPlan, StepContext
 from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
+from engine.trainers.setup import frozen_config, reference_engine, reference_of
 
 
 class RLHFEngine:
@@ -62,13 +62,7 @@ class RLHFEngine:
         if config.mixz.enabled:
             report.note(str(quantize_frozen(self.actor.module)))
 
-        shared = config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
-        self.ref: DeepSpeedEngine | None = None
-        if shared:
-            report.note("the reference is the actor with its adapters off")
-        else:
-            report.phase("loading the reference")
-            self.ref = self._load_ref()
+        self.ref = reference_engine(context, tokenizer, self.plan)
 
         report.phase("loading the critic")
         critic = self._load_critic(config.critic)
@@ -96,39 +90,10 @@ class RLHFEngine:
             **role_layout(context.config, role),
         )
 
-    def _frozen_config(self, role: RoleConfig, offload: bool) -> dict[str, Any]:
-        """That of a model which is not trained: it has only parameters to shard."""
-        return deepspeed_config(
-            zero_stage=3 if role.zero_stage == 3 or offload else 0,
-            offload=offload,
-            dtype=dtype_name(self.context.dtype),
-            micro_batch_size=self.plan.micro_batch_size,
-            accumulation=self.plan.accumulation,
-            ranks=world_size(),
-        )
-
     def _load_actor(self, role: RoleConfig) -> nn.Module:
         with zero3_loading(self._training_config("actor")):
-            model = load_causal_lm(
-                self.context.sft_model(),
-                self.context.dtype,
-                dropout=role.dropout or 0.0,
-                trust_remote_code=self.context.config.models.trust_remote_code,
-            )
-            resize_for(model, self.tokenizer)
-        return model
-
-    def _load_ref(self) -> DeepSpeedEngine:
-        config = self.context.config
-        engine_config = self._frozen_config(config.actor, config.ref.offload)
-        with zero3_loading(engine_config):
-            model = load_causal_lm(
-                self.context.sft_model(),
-                self.context.dtype,
-                trust_remote_code=config.models.trust_remote_code,
-            )
-            resize_for(model, self.tokenizer)
-        return frozen_engine(model, engine_config)
+            source = self.context.sft_model()
+            return self.context.load_actor(source, self.tokenizer, role.dropout or 0.0)
 
     def _load_critic(self, role: RoleConfig) -> RewardModel:
         with zero3_loading(self._training_config("critic")):
@@ -141,7 +106,8 @@ class RLHFEngine:
 
     def _load_reward(self) -> DeepSpeedEngine:
         config = self.context.config
-        engine_config = self._frozen_config(config.critic, config.ref.offload_reward)
+        offload = config.ref.offload_reward
+        engine_config = frozen_config(self.context, config.critic, offload, self.plan)
         with zero3_loading(engine_config):
             model = RewardModel.from_pretrained(
                 self.context.trained_reward_model(),
@@ -176,8 +142,7 @@ class RLHFEngine:
     @torch.no_grad()
     def ref_log_probs(self, ids: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
         """Log-probabilities of the answers under the reference, `(batch, answer)`."""
-        model = self.actor if self.ref is None else self.ref
-        with adapters_off(model.module) if self.ref is None else nullcontext():
+        with reference_of(self.actor, self.ref) as model:
             logits = self.answer_logits(model, ids, mask, answers.shape[1])
         return token_log_probs(logits, answers, self.context.config.ppo.temperature)
 

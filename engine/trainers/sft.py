@@ -6,28 +6,18 @@ import math
 import time
 
 import torch
+from transformers import PreTrainedModel
 
 from engine import training_log
 from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
-from engine.config.deepspeed import deepspeed_config, role_layout
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.adapters import save_adapters
-from engine.models.load import load_causal_lm, resize_for
-from engine.models.lora import add_lora, describe_lora, parameter_groups
-from engine.models.quantization import quantize_frozen
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
-from engine.planning.shapes import ModelShape
-from engine.precision import dtype_name
-from engine.trainers.context import BatchPlan, StepContext, length_of_training
-from engine.trainers.engines import (
-    backward,
-    engine_step,
-    learning_rates,
-    training_engine,
-    zero3_loading,
-)
+from engine.trainers.context import StepContext, length_of_training
+from engine.trainers.engines import backward, engine_step, learning_rates
+from engine.trainers.setup import trained_model
 from engine.trainers.watchdog import Watchdog
 
 
@@ -36,7 +26,7 @@ class SFTTrainer:
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-        config, report, options = context.config, context.report, context.config.sft
+        config, options = context.config, context.config.sft
 
         # 1. The tokenizer and the data.
         self.source = source = context.resolve_model(config.models.actor)
@@ -47,42 +37,14 @@ class SFTTrainer:
         self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
         self.total_steps = length_of_training(options, self.batches, options.batch_size)
 
-        # 2. The model: in ZeRO-3 shards, with adapters, where asked.
-        report.phase("loading the model")
-        self.plan = BatchPlan.of(options, world_size())
-        engine_config = deepspeed_config(
-            dtype=dtype_name(context.dtype),
-            micro_batch_size=self.plan.micro_batch_size,
-            accumulation=self.plan.accumulation,
-            ranks=world_size(),
-            max_gradient_norm=options.max_gradient_norm,
-            monitor=context.monitor("sft"),
-            **role_layout(config, "actor"),
-        )
-        with zero3_loading(engine_config):
-            model = load_causal_lm(
-                source,
-                context.dtype,
-                dropout=config.actor.dropout,
-                trust_remote_code=config.models.trust_remote_code,
-            )
-            resize_for(model, self.tokenizer)
-        self.shape = ModelShape.from_config(model.config.to_dict())
-        if config.actor.gradient_checkpointing:
-            model.activation_checkpointing_enable()
-        if config.actor.lora.rank:
-            model = add_lora(model, config.actor.lora)
-            report.note(describe_lora(model))
+        # 2. The model in its engine.
+        def load() -> PreTrainedModel:
+            return context.load_actor(source, self.tokenizer, config.actor.dropout)
 
-        # 3. The engine.
-        groups = parameter_groups(
-            model, options.learning_rate, options.weight_decay, config.actor.lora.learning_rate
-        )
-        self.engine = training_engine(model, engine_config, groups, options, self.total_steps)
-        if config.mixz.enabled:
-            report.note(str(quantize_frozen(self.engine.module)))
+        trained = trained_model(context, "actor", options, self.total_steps, load)
+        self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
         self.checkpoints = context.checkpoints({"sft": self.engine})
-        self.watchdog = Watchdog(report, {"actor": self.engine})
+        self.watchdog = Watchdog(context.report, {"actor": self.engine})
         self.perplexity = math.nan
 
     def train(self) -> bool:

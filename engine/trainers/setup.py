@@ -1,0 +1,122 @@
+"""Models of a step in their engines: one to train, and the frozen reference it moves away from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.config.deepspeed import Role, deepspeed_config, role_layout
+from engine.config.schema import PretrainingStyleStep, RoleConfig
+from engine.distributed import world_size
+from engine.models.lora import adapters_off, add_lora, describe_lora, parameter_groups
+from engine.models.quantization import quantize_frozen
+from engine.models.reward import RewardModel
+from engine.planning.shapes import ModelShape
+from engine.precision import dtype_name
+from engine.trainers.context import BatchPlan, StepContext
+from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that step 1 or 2 trains, and how its batches are cut."""
+
+    engine: DeepSpeedEngine
+    shape: ModelShape
+    plan: BatchPlan
+
+
+def trained_model(
+    context: StepContext,
+    role: Role,
+    options: PretrainingStyleStep,
+    total_steps: int,
+    load: Callable[[], PreTrainedModel | RewardModel],
+) -> TrainedModel:
+    """Load a model in ZeRO-3 shards and with adapters, where asked, and make its engine.
+
+    Args:
+        context: of the step.
+        role: whose layout it has.
+        options: of the step.
+        total_steps: optimizer steps of the whole schedule.
+        load: gives the model.
+    """
+    config, report = context.config, context.report
+    layout: RoleConfig = getattr(config, role)
+    report.phase("loading the model")
+    plan = BatchPlan.of(options, world_size())
+    engine_config = deepspeed_config(
+        dtype=dtype_name(context.dtype),
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation,
+        ranks=world_size(),
+        max_gradient_norm=options.max_gradient_norm,
+        monitor=context.monitor(context.step),
+        **role_layout(config, role),
+    )
+    with zero3_loading(engine_config):
+        model = load()
+    shape = ModelShape.from_config(model.config.to_dict())
+    if layout.gradient_checkpointing:
+        plain = model.model if isinstance(model, RewardModel) else model
+        plain.activation_checkpointing_enable()
+    if layout.lora.rank:
+        add_lora(model, layout.lora)
+        report.note(describe_lora(model))
+    groups = parameter_groups(
+        model, options.learning_rate, options.weight_decay, layout.lora.learning_rate
+    )
+    engine = training_engine(model, engine_config, groups, options, total_steps)
+    if role == "actor" and config.mixz.enabled:
+        report.note(str(quantize_frozen(engine.module)))
+    return TrainedModel(engine, shape, plan)
+
+
+def frozen_config(
+    context: StepContext, layout: RoleConfig, offload: bool, plan: BatchPlan
+) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that is not trained: it has only weights to shard."""
+    return deepspeed_config(
+        zero_stage=3 if layout.zero_stage == 3 or offload else 0,
+        offload=offload,
+        dtype=dtype_name(context.dtype),
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation,
+        ranks=world_size(),
+    )
+
+
+def reference_engine(
+    context: StepContext, tokenizer: PreTrainedTokenizerBase, plan: BatchPlan
+) -> DeepSpeedEngine | None:
+    """The SFT model, frozen; None where the actor with its adapters off is the same model."""
+    config = context.config
+    if config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0:
+        context.report.note("the reference is the actor with its adapters off")
+        return None
+    context.report.phase("loading the reference")
+    engine_config = frozen_config(context, config.actor, config.ref.offload, plan)
+    with zero3_loading(engine_config):
+        model = context.load_actor(context.sft_model(), tokenizer)
+    return frozen_engine(model, engine_config)
+
+
+@contextmanager
+def reference_of(actor: DeepSpeedEngine, ref: DeepSpeedEngine | None) -> Iterator[DeepSpeedEngine]:
+    """What computes as the reference inside: `ref`, or the actor without adapters and dropout."""
+    if ref is not None:
+        yield ref
+        return
+    training = actor.training
+    actor.eval()
+    try:
+        with adapters_off(actor.module):
+            yield actor
+    finally:
+        actor.train(training)
