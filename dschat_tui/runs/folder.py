@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from engine.config import layout
+from engine.config import RunConfig, layout
 from engine.config.layout import StepName
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
@@ -26,7 +26,7 @@ START_TIME_TOLERANCE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """One of the three steps: its number, its name in logs and configuration, its title."""
+    """One of the steps: its number, its name in logs and configuration, its title."""
 
     number: int
     name: StepName
@@ -38,8 +38,19 @@ class Step:
         return layout.STEP_FOLDERS[self.name]
 
 
-TITLES: dict[StepName, str] = {"sft": "SFT", "reward": "reward model", "ppo": "RLHF (PPO)"}
+TITLES: dict[StepName, str] = {
+    "sft": "SFT",
+    "reward": "reward model",
+    "ppo": "RLHF (PPO)",
+    "dpo": "DPO",
+}
+# all there are; a run takes those of its pipeline
 STEPS = tuple(Step(number, name, TITLES[name]) for name, number in layout.STEP_NUMBERS.items())
+
+
+def steps_of(config: RunConfig) -> list[Step]:
+    """The steps that a configuration leads through."""
+    return [step for step in STEPS if step.name in layout.PIPELINES[config.alignment]]
 
 
 def process_identity(pid: int) -> dict[str, Any] | None:

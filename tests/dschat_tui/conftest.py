@@ -67,7 +67,7 @@ class FakeRun:
         for name, script in {**FINISHES, **scripts}.items():
             (self.scripts / f"{name}.py").write_text(PRELUDE + script + "\n")
         self.run = RunFolder(folder / "run")
-        self.run.create(to_yaml(RunConfig()), "fake", list(STEPS))
+        self.run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
 
     def supervisor_command(
         self, grace_seconds: float = 5.0, program: str = sys.executable

@@ -18,7 +18,7 @@ from dschat_tui.runs import control, results, watch
 from dschat_tui.runs.folder import STEPS
 from engine import training_log
 
-SFT, REWARD, PPO = STEPS
+SFT, REWARD, PPO = STEPS[:3]
 
 
 def test_progress_follows_phase_step_metrics_and_warnings(tmp_path):
