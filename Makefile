@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 
 # Two workers: many tests wait for processes that they start.
 test: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist loadfile --durations 15
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -m gpu

@@ -17,3 +17,9 @@ def own_home(tmp_path_factory: pytest.TempPathFactory):
     patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     yield home
     patch.undo()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker waits for another at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.name != "test_pipeline.py", item.path not in slow))
