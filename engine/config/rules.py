@@ -5,11 +5,12 @@ The dashboard greys out by it, the command line refuses by it, the sweep prunes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config.schema import RunConfig
+from engine.config.layout import PIPELINES
+from engine.config.schema import RunConfig, StepConfig
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,14 @@ def _deployment(config: RunConfig, facts: ModelFacts) -> str | None:
     return None
 
 
+def _steps(config: RunConfig) -> list[tuple[str, StepConfig]]:
+    """The options of the steps that the configuration leads through, by name."""
+    return [(name, getattr(config, name)) for name in PIPELINES[config.alignment]]
+
+
 def _batch_divides(config: RunConfig, facts: ModelFacts) -> str | None:
     ranks = config.launch.num_accelerators
-    for name, step in (("sft", config.sft), ("reward", config.reward), ("ppo", config.ppo)):
+    for name, step in _steps(config):
         rows = ranks * (step.micro_batch_size or 1)
         if step.batch_size % rows:
             micro = f" with {name}.micro_batch_size={step.micro_batch_size}"
@@ -199,7 +205,7 @@ def _batch_divides(config: RunConfig, facts: ModelFacts) -> str | None:
 def _mend_batches(config: RunConfig) -> dict[str, Any]:
     ranks = config.launch.num_accelerators
     changes = {}
-    for name, step in (("sft", config.sft), ("reward", config.reward), ("ppo", config.ppo)):
+    for name, step in _steps(config):
         rows = ranks * (step.micro_batch_size or 1)
         if step.batch_size % rows:
             changes[f"{name}.batch_size"] = -(-step.batch_size // rows) * rows
@@ -208,6 +214,8 @@ def _mend_batches(config: RunConfig) -> dict[str, Any]:
 
 def _rollouts_divide(config: RunConfig, facts: ModelFacts) -> str | None:
     ppo, ranks = config.ppo, config.launch.num_accelerators
+    if config.alignment != "ppo":
+        return None
     rows = ranks * (ppo.generation_batch_size or 1)
     if ppo.rollout_batch_size % rows:
         return f"ppo.rollout_batch_size={ppo.rollout_batch_size} in parts of {rows}"
@@ -229,6 +237,8 @@ def _mend_rollouts(config: RunConfig) -> dict[str, Any]:
 def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> str | None:
     if facts.actor_vocabulary is None or facts.reward_vocabulary is None:
         return None
+    if config.alignment == "dpo":
+        return None
     if facts.actor_vocabulary != facts.reward_vocabulary:
         return (
             f"models.actor={config.models.actor} and models.reward={config.models.reward} "
@@ -237,25 +247,24 @@ def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> str | None:
     return None
 
 
+def _lengths(config: RunConfig) -> Iterator[tuple[str, str, int]]:
+    """Most tokens that each model reads: actor or reward, by which options, how many."""
+    if config.alignment == "dpo":
+        yield "actor", "sft.max_length", config.sft.max_length
+        yield "actor", "dpo.max_length", config.dpo.max_length
+        return
+    answered = config.ppo.max_prompt_length + config.ppo.max_answer_length
+    for model, step in (("actor", "sft"), ("reward", "reward")):
+        yield model, "ppo.max_prompt_length + ppo.max_answer_length", answered
+        yield model, f"{step}.max_length", getattr(config, step).max_length
+
+
 def _too_long(config: RunConfig, facts: ModelFacts) -> str | None:
-    wanted = config.ppo.max_prompt_length + config.ppo.max_answer_length
-    for name, positions in (("actor", facts.actor_positions), ("reward", facts.reward_positions)):
-        if positions is None:
-            continue
-        if wanted > positions:
-            return (
-                f"ppo.max_prompt_length + ppo.max_answer_length = {wanted} tokens with "
-                f"{positions} positions in the {name} model"
-            )
-        for step, length in (
-            ("sft", config.sft.max_length),
-            ("reward", config.reward.max_length),
-        ):
-            if length > positions and (step == "sft") == (name == "actor"):
-                return (
-                    f"{step}.max_length = {length} tokens with {positions} positions in the "
-                    f"{name} model"
-                )
+    known = {"actor": facts.actor_positions, "reward": facts.reward_positions}
+    for model, option, tokens in _lengths(config):
+        positions = known[model]
+        if positions is not None and tokens > positions:
+            return f"{option} = {tokens} tokens with {positions} positions in the {model} model"
     return None
 
 
