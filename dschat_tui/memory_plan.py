@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,8 +14,16 @@ import psutil
 from dschat_tui.doctor import hosts_of
 from dschat_tui.tables import aligned
 from engine.config import RunConfig
-from engine.models import embedded, folders
-from engine.planning import Change, Device, ModelShape, Plan, plan_memory, smallest_change
+from engine.models import catalogue, embedded, folders
+from engine.planning import (
+    Change,
+    Device,
+    ModelShape,
+    Plan,
+    known_config,
+    plan_memory,
+    smallest_change,
+)
 
 GIB = 2**30
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -41,8 +50,20 @@ class Report:
         return self.plan.fits(self.memory_bytes, self.host_memory_bytes)
 
 
-def make(config: RunConfig, memory_gib: float | None) -> Report:
+def make(
+    config: RunConfig,
+    memory_gib: float | None,
+    *,
+    find_change: bool = True,
+    offline: bool = False,
+) -> Report:
     """Plan a configuration against GPUs with so much memory, or against this machine.
+
+    Args:
+        config: what is planned.
+        memory_gib: of a GPU; None: what this machine has.
+        find_change: look for what makes it fit, which can take seconds.
+        offline: never ask the Hub for the config.json of a model that is not here.
 
     Raises:
         PlanError: the shape of a model, or the number of hosts, cannot be known.
@@ -53,14 +74,12 @@ def make(config: RunConfig, memory_gib: float | None) -> Report:
     memory = host_memory if on_gpu is None else on_gpu
     # a plan for other machines says nothing of their host memory
     host = host_memory if device == "cuda" and memory_gib is None else None
-    actor = shape_of("models.actor", config.models.sft or config.models.actor)
-    reward_name = config.models.trained_reward or config.models.reward
-    reward = None if reward_name == "sft" else shape_of("models.reward", reward_name)
+    actor, reward = shapes_of(config, offline)
     nodes = number_of_nodes(config)
     dtype = resolved_dtype(config.dtype, device)
     plan = plan_memory(config, actor, reward, dtype=dtype, device=device, nodes=nodes)
     change = None
-    if not plan.fits(memory, host):
+    if find_change and not plan.fits(memory, host):
         change = smallest_change(
             config,
             actor,
@@ -74,8 +93,38 @@ def make(config: RunConfig, memory_gib: float | None) -> Report:
     return Report(plan, memory, host, change)
 
 
-def shape_of(key: str, name: str) -> ModelShape:
+def on_gpus(config: RunConfig) -> Report:
+    """Plan against the accelerators that a profile was chosen for, without any network.
+
+    The memory is launch.memory_gib, or what the plan takes where that is empty.
+
+    Raises:
+        PlanError: the shape of a model, or the number of hosts, cannot be known here.
+    """
+    actor, reward = shapes_of(config, offline=True)
+    nodes, dtype = number_of_nodes(config), resolved_dtype(config.dtype, "cuda")
+    plan = plan_memory(config, actor, reward, dtype=dtype, nodes=nodes)
+    memory = int((config.launch.memory_gib or plan.device_bytes / GIB) * GIB)
+    return Report(plan, max(memory, 1), None, None)
+
+
+def shapes_of(config: RunConfig, offline: bool = False) -> tuple[ModelShape, ModelShape | None]:
+    """Shapes of the actor and of the reward model; None: the reward model is what step 1 makes.
+
+    Raises:
+        PlanError: as `shape_of`.
+    """
+    models = config.models
+    actor = shape_of("models.actor", models.sft or models.actor, offline)
+    reward = models.trained_reward or models.reward
+    return actor, None if reward == "sft" else shape_of("models.reward", reward, offline)
+
+
+def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
     """The shape of a model from its config.json alone.
+
+    Looked for on disk, in the Hub's cache, in the table of known shapes, and then on the Hub,
+    unless `offline`.
 
     Raises:
         PlanError: it cannot be had, or is of a family that the planner does not know.
@@ -83,14 +132,25 @@ def shape_of(key: str, name: str) -> ModelShape:
     try:
         if name.removeprefix("embedded:") in embedded.CONFIGS:
             return ModelShape.from_config(embedded.CONFIGS[name.removeprefix("embedded:")])
-        if (Path(name).expanduser() / "config.json").is_file():
-            return ModelShape.from_folder(Path(name).expanduser())
+        file = _config_on_disk(name)
+        if file is not None:
+            return ModelShape.from_folder(file.parent)
+        known = known_config(name)
+        if known is not None:
+            return ModelShape.from_config(known)
         found = folders.resolve_model(name)
+        if offline and not Path(found).is_dir():
+            raise PlanError(
+                f"{key}={name}: its shape is not known on this machine. Fetch it, or plan it "
+                "with a network: dschat plan"
+            )
         if not Path(found).is_dir():
             from huggingface_hub import hf_hub_download
 
             found = str(Path(hf_hub_download(found, "config.json")).parent)
         return ModelShape.from_folder(found)
+    except PlanError:
+        raise
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise PlanError(
@@ -98,12 +158,27 @@ def shape_of(key: str, name: str) -> ModelShape:
         ) from error
 
 
+def _config_on_disk(name: str) -> Path | None:
+    """The config.json of a model in a folder, fetched by name, or in the Hub's cache."""
+    folder = catalogue.model_path(name) if name in catalogue.MODELS else Path(name).expanduser()
+    if folder is not None and (folder / "config.json").is_file():
+        return folder / "config.json"
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def number_of_nodes(config: RunConfig) -> int:
-    """How many hosts a run takes.
+    """How many hosts a run takes: as many as it asks for, else those of its hostfile.
 
     Raises:
         PlanError: the hostfile cannot be read.
     """
+    if config.launch.num_nodes is not None:
+        return config.launch.num_nodes
     if config.launch.deployment != "multi_node" or config.launch.hostfile is None:
         return 1
     try:
@@ -125,6 +200,7 @@ def resolved_dtype(name: str, device: Device) -> Dtype:
     return "bf16" if any(flag in flags for flag in FAST_BF16) else "fp32"
 
 
+@cache
 def gpu_memory() -> int | None:
     """Bytes of the smallest GPU here, or None where there is none."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -181,7 +257,7 @@ def as_text(report: Report) -> str:
         on_device, on_host = step.phases()[step.peak_phase]
         rows.append(["all", f"while: {step.peak_phase}", gib(on_device), gib(on_host)])
         lines += ["", aligned([step.step, "what", "device", "host"], rows)]
-    lines += ["", *_verdict(report)]
+    lines += ["", *verdict(report)]
     return "\n".join(lines)
 
 
@@ -190,7 +266,8 @@ def gib(size: int) -> str:
     return f"{size / GIB:.3g}" if size else "-"
 
 
-def _verdict(report: Report) -> list[str]:
+def verdict(report: Report) -> list[str]:
+    """Whether it fits, and the change that makes it fit where one was looked for."""
     plan = report.plan
     if plan.device == "cpu":
         told = f"{gib(plan.node_host_bytes)} GiB of {gib(report.memory_bytes)} GiB host memory"

@@ -38,12 +38,12 @@ def refuse(*reasons: str) -> NoReturn:
 
 
 def load_config(profile: str, data: list[str], assignments: list[str]) -> RunConfig:
-    from engine.config import ConfigError, apply_overrides, find_profile, read_yaml, resolve
+    from engine.config import ConfigError, apply_overrides, read_profile, resolve, set_value
 
     try:
-        values = apply_overrides(read_yaml(find_profile(profile)), assignments)
+        values = apply_overrides(read_profile(profile), assignments)
         if data:
-            values.setdefault("data", {})["sources"] = [{"path": path} for path in data]
+            set_value(values, "data.sources", [{"path": path} for path in data])
         return resolve(values, f"profile {profile}")
     except ConfigError as error:
         refuse(str(error))

@@ -10,11 +10,15 @@ from engine.config.loading import (
     load_config,
     load_profile,
     options,
+    profile_files,
     profile_folders,
     profile_names,
+    read_profile,
     read_yaml,
     resolve,
+    set_value,
     to_yaml,
+    user_profiles,
 )
 from engine.config.rules import RULES, ModelFacts, Rule, Violation, check
 from engine.config.schema import DataSource, RunConfig
@@ -36,9 +40,13 @@ __all__ = [
     "load_config",
     "load_profile",
     "options",
+    "profile_files",
     "profile_folders",
     "profile_names",
+    "read_profile",
     "read_yaml",
     "resolve",
+    "set_value",
     "to_yaml",
+    "user_profiles",
 ]

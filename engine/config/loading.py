@@ -14,7 +14,8 @@ import platformdirs
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.config.schema import RunConfig
+from engine.config.layout import STEP_FOLDERS
+from engine.config.schema import RunConfig, merged
 
 
 class ConfigError(ValueError):
@@ -70,15 +71,30 @@ def options(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[Option
     return found
 
 
+def user_profiles() -> Path:
+    """The folder of the user's own profiles."""
+    return platformdirs.user_config_path("dschat") / "profiles"
+
+
 def profile_folders() -> list[Path]:
     """Where profiles are looked for: the user's own first, then those that come with dschat."""
     bundled = Path(str(resources.files("profiles")))
-    return [platformdirs.user_config_path("dschat") / "profiles", bundled]
+    return [user_profiles(), bundled, bundled / "original", bundled / "today"]
 
 
 def profile_names() -> list[str]:
-    """Names of all profiles that can be given to `--profile`."""
-    return sorted({p.stem for folder in profile_folders() for p in folder.glob("*.yaml")})
+    """Names of all profiles that can be given to `--profile`.
+
+    A name that begins with `_` is a part for others to extend, and not among them.
+    """
+    found = {path.stem for folder in profile_folders() for path in folder.glob("*.yaml")}
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def profile_files(name: str) -> list[Path]:
+    """All files of a profile's name, the one that is used first; a user's own shadows ours."""
+    paths = [folder / f"{name}.yaml" for folder in profile_folders()]
+    return [path for path in paths if path.is_file()]
 
 
 def find_profile(name: str) -> Path:
@@ -92,11 +108,52 @@ def find_profile(name: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError(f"profile file {name!r} does not exist")
-    for folder in profile_folders():
-        path = folder / f"{name}.yaml"
-        if path.is_file():
-            return path
-    raise ConfigError(f"no profile {name!r}; {_nearest(name, profile_names())}")
+    found = profile_files(name)
+    if not found:
+        raise ConfigError(f"no profile {name!r}; {_nearest(name, profile_names())}")
+    return found[0]
+
+
+def read_profile(name: str) -> dict[str, Any]:
+    """The options of a profile with those of the profiles that it extends under them.
+
+    `extends: NAME` names the parent: another profile, or a YAML file beside the one that names it.
+    A profile of the user's that extends its own name extends the one it shadows.
+
+    Raises:
+        ConfigError: no such profile or parent, a circle, or a file that cannot be read.
+    """
+    return _read_chain(find_profile(name), [])
+
+
+def _read_chain(path: Path, children: list[Path]) -> dict[str, Any]:
+    """`path` over its ancestors; `children` are the files that led here."""
+    if path in children:
+        chain = " -> ".join(file.stem for file in [*children[children.index(path) :], path])
+        raise ConfigError(f"{path}: extends goes in a circle: {chain}. Take one `extends` out")
+    values = read_yaml(path)
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends = {parent!r}: give the name of one profile")
+    return merged(_read_chain(_parent_file(path, parent), [*children, path]), values)
+
+
+def _parent_file(path: Path, parent: str) -> Path:
+    if parent.endswith((".yaml", ".yml")):
+        beside = path.parent / parent
+        if beside.is_file():
+            return beside
+        raise ConfigError(f"{path} extends {parent!r}, and there is no such file")
+    shadowed = parent == path.stem
+    found = [file for file in profile_files(parent) if not (shadowed and file == path)]
+    if not found and shadowed:
+        raise ConfigError(f"{path}: extends goes in a circle: {parent} -> {parent}")
+    if not found:
+        nearest = _nearest(parent, profile_names())
+        raise ConfigError(f"{path} extends {parent!r}, and no profile has that name; {nearest}")
+    return found[0]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -122,7 +179,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
     Raises:
         ConfigError: an assignment without `=`, or with an unknown key.
     """
-    merged = _copy(values)
+    changed = _copy(values)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
@@ -135,15 +192,34 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
             raise ConfigError(f"--set {key}: {text!r} is not a YAML value: {error}") from error
         if isinstance(value, str):
             value = _scientific(value)
-        *parents, leaf = key.split(".")
-        target = merged
-        for parent in parents:
-            nested = target.get(parent)
-            if not isinstance(nested, dict):
-                nested = target[parent] = {}
-            target = nested
-        target[leaf] = value
-    return merged
+        set_value(changed, key, value)
+    return changed
+
+
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value into nested `values` by its dotted key, for all steps: no override is kept."""
+    *parents, leaf = key.split(".")
+    target = values
+    for parent in parents:
+        nested = target.get(parent)
+        if not isinstance(nested, dict):
+            nested = target[parent] = {}
+        target = nested
+    target[leaf] = value
+    for step in STEP_FOLDERS:
+        options_of_step = values.get(step)
+        if isinstance(options_of_step, dict):
+            drop_override(options_of_step.get("overrides"), key)
+
+
+def drop_override(overrides: Any, key: str) -> None:
+    """Take a dotted key out of a step's overrides, where it is in them."""
+    *parents, leaf = key.split(".")
+    target = overrides
+    for parent in parents:
+        target = target.get(parent) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        target.pop(leaf, None)
 
 
 def resolve(values: dict[str, Any], source: str) -> RunConfig:
@@ -166,7 +242,7 @@ def load_profile(name: str, assignments: list[str] | None = None) -> RunConfig:
     Raises:
         ConfigError: no such profile, or a key or value that is refused.
     """
-    values = apply_overrides(read_yaml(find_profile(name)), assignments or [])
+    values = apply_overrides(read_profile(name), assignments or [])
     return resolve(values, f"profile {name}")
 
 
@@ -249,8 +325,9 @@ def _nearest_key(key: str, known: list[str]) -> str:
 
 
 def _explain(problem: Any) -> str:
-    parts = [str(part) for part in problem["loc"]]
-    key = ".".join(parts)
+    if not problem["loc"]:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown option {key!r}; {_nearest_key(key, [option.key for option in options()])}"
     message = problem["msg"].replace("Input should be", "must be")

@@ -59,11 +59,18 @@ def check(config: RunConfig, facts: ModelFacts | None = None) -> list[Violation]
     """All rules that `config` breaks, in the order of the table."""
     facts = facts or ModelFacts()
     found = []
+    views = [config.for_step(step) for step in PIPELINES[config.alignment]]
     for rule in RULES:
-        wrong = rule.violated(config, facts)
-        if wrong is not None:
-            found.append(Violation(rule.id, wrong, rule.why, rule.mend(config)))
+        for view in views:
+            wrong = rule.violated(view, facts)
+            if wrong is not None:
+                found.append(Violation(rule.id, wrong, rule.why, rule.mend(view)))
+                break
     return found
+
+
+def _ranks(config: RunConfig) -> int:
+    return config.launch.num_accelerators * (config.launch.num_nodes or 1)
 
 
 def _offload_hybrid_without_lora(config: RunConfig, facts: ModelFacts) -> str | None:
@@ -181,6 +188,8 @@ def _deployment(config: RunConfig, facts: ModelFacts) -> str | None:
         return "launch.deployment=multi_node without launch.hostfile"
     if launch.deployment != "multi_node" and launch.hostfile is not None:
         return f"launch.hostfile={launch.hostfile} with launch.deployment={launch.deployment}"
+    if launch.deployment != "multi_node" and (launch.num_nodes or 1) > 1:
+        return f"launch.num_nodes={launch.num_nodes} with launch.deployment={launch.deployment}"
     return None
 
 
@@ -190,7 +199,7 @@ def _steps(config: RunConfig) -> list[tuple[str, StepConfig]]:
 
 
 def _batch_divides(config: RunConfig, facts: ModelFacts) -> str | None:
-    ranks = config.launch.num_accelerators
+    ranks = _ranks(config)
     for name, step in _steps(config):
         rows = ranks * (step.micro_batch_size or 1)
         if step.batch_size % rows:
@@ -203,7 +212,7 @@ def _batch_divides(config: RunConfig, facts: ModelFacts) -> str | None:
 
 
 def _mend_batches(config: RunConfig) -> dict[str, Any]:
-    ranks = config.launch.num_accelerators
+    ranks = _ranks(config)
     changes = {}
     for name, step in _steps(config):
         rows = ranks * (step.micro_batch_size or 1)
@@ -213,7 +222,7 @@ def _mend_batches(config: RunConfig) -> dict[str, Any]:
 
 
 def _rollouts_divide(config: RunConfig, facts: ModelFacts) -> str | None:
-    ppo, ranks = config.ppo, config.launch.num_accelerators
+    ppo, ranks = config.ppo, _ranks(config)
     if config.alignment != "ppo":
         return None
     rows = ranks * (ppo.generation_batch_size or 1)
@@ -225,7 +234,7 @@ def _rollouts_divide(config: RunConfig, facts: ModelFacts) -> str | None:
 
 
 def _mend_rollouts(config: RunConfig) -> dict[str, Any]:
-    ppo, ranks = config.ppo, config.launch.num_accelerators
+    ppo, ranks = config.ppo, _ranks(config)
     batch = -(-ppo.batch_size // ranks) * ranks
     return {
         "ppo.generation_batch_size": "null",
@@ -369,7 +378,8 @@ RULES: tuple[Rule, ...] = (
         _deployment,
         "a hostfile names the nodes of a multi_node deployment, and only of that",
         lambda config: {
-            "launch.deployment": "multi_node" if config.launch.hostfile else "single_node"
+            "launch.deployment": "multi_node" if config.launch.hostfile else "single_node",
+            **({} if config.launch.hostfile else {"launch.num_nodes": "null"}),
         },
     ),
     Rule(

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from engine.config.layout import STEP_FOLDERS, StepName
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -24,6 +36,13 @@ def option(default: Any, title: str, help: str, unit: str = "") -> Any:
 def section(model: type[BaseModel], title: str, help: str) -> Any:
     """A nested group of options."""
     return Field(default_factory=model, title=title, description=help)
+
+
+def merged(base: Any, changes: Any) -> Any:
+    """`base` with `changes` put in: mappings key by key, everything else whole."""
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        return changes
+    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
 
 
 def _split_list(value: Any) -> Any:
@@ -295,8 +314,17 @@ class LaunchConfig(Section):
     num_accelerators: PositiveInt = option(
         1, "Accelerators", "Ranks a node: GPUs, or processes on a CPU", "ranks"
     )
+    num_nodes: PositiveInt | None = option(
+        None, "Nodes", "Nodes that a multi_node run takes; empty: all of the hostfile", "nodes"
+    )
     hostfile: str | None = option(
         None, "Hostfile", "Lines 'host slots=N' of the nodes of a multi_node run"
+    )
+    memory_gib: PositiveFloat | None = option(
+        None,
+        "Memory of an accelerator",
+        "What a profile was chosen for, and `dschat profiles` holds its plan against",
+        "GiB",
     )
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = option(
         None, "Master port", "Port of the rendezvous; empty: a free one for each run"
@@ -334,6 +362,19 @@ class StepConfig(Section):
     max_gradient_norm: PositiveFloat = option(
         1.0, "Gradient clipping", "Largest global norm of the gradient"
     )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Only in this step",
+        description="Options of actor, critic and data with other values in this step, nested as "
+        "in a profile: {critic: {zero_stage: 0}}",
+    )
+
+    @field_validator("overrides")
+    @classmethod
+    def _known_groups(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for group in value.keys() - {"actor", "critic", "data"}:
+            raise ValueError(f"{group!r} cannot differ in one step; actor, critic and data can")
+        return value
 
 
 class PretrainingStyleStep(StepConfig):
@@ -520,3 +561,24 @@ class RunConfig(Section):
         CheckpointConfig, "Checkpoints", "What a run keeps to go on after a stop"
     )
     logging: LoggingConfig = section(LoggingConfig, "Logging", "What a run writes")
+
+    @model_validator(mode="after")
+    def _overrides_are_valid(self) -> RunConfig:
+        for step in STEP_FOLDERS:
+            try:
+                self.for_step(step)
+            except ValidationError as error:
+                first = error.errors()[0]
+                key = ".".join([step, "overrides", *map(str, first["loc"])])
+                raise ValueError(f"{key} = {first['input']!r}: {first['msg']}") from error
+        return self
+
+    def for_step(self, step: StepName) -> RunConfig:
+        """The configuration that one step runs under: this one with the step's overrides."""
+        overrides = getattr(self, step).overrides
+        if not overrides:
+            return self
+        values = merged(self.model_dump(), overrides)
+        for name in STEP_FOLDERS:
+            values[name] = {**values[name], "overrides": {}}
+        return RunConfig.model_validate(values)

@@ -8,6 +8,7 @@ from engine.planning.flops import (
     training_flops,
     weight_bytes_read_per_token,
 )
+from engine.planning.known import known_config
 from engine.planning.memory import Device, Item, Plan, StepPlan, plan_memory
 from engine.planning.shapes import Head, LinearLayer, ModelShape
 
@@ -22,6 +23,7 @@ __all__ = [
     "StepPlan",
     "forward_flops",
     "generation_flops",
+    "known_config",
     "kv_cache_bytes",
     "plan_memory",
     "smallest_change",

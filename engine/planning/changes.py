@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.config.loading import drop_override
 from engine.config.rules import check
 from engine.config.schema import RunConfig
 from engine.planning.memory import Device, Plan, plan_memory
@@ -124,4 +125,6 @@ def _changed(config: RunConfig, assignments: Assignments) -> RunConfig:
         for group in groups:
             owner = getattr(owner, group)
         setattr(owner, field, value)
+        for step in (changed.sft, changed.reward, changed.dpo, changed.ppo):
+            drop_override(step.overrides, key)
     return changed

@@ -352,10 +352,11 @@ def plan_memory(
     critic = reward or actor
     steps = []
     if config.models.sft is None:
-        steps.append(StepPlan("sft", tuple(_sft(config, actor, place))))
+        steps.append(StepPlan("sft", tuple(_sft(config.for_step("sft"), actor, place))))
     if config.models.trained_reward is None:
-        steps.append(StepPlan("reward", tuple(_reward(config, critic, place))))
-    steps.append(StepPlan("ppo", tuple(_ppo(config, actor, critic, place, nodes))))
+        steps.append(StepPlan("reward", tuple(_reward(config.for_step("reward"), critic, place))))
+    ppo = _ppo(config.for_step("ppo"), actor, critic, place, nodes)
+    steps.append(StepPlan("ppo", tuple(ppo)))
     return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
 
 

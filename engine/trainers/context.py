@@ -62,7 +62,8 @@ class StepContext:
 
     @classmethod
     def create(cls, config: RunConfig, run: Path, step: StepName) -> StepContext:
-        """Prepare a step: its folder, its seeds, its report."""
+        """Prepare a step: its own view of the configuration, its folder, seeds and report."""
+        config = config.for_step(step)
         folder = run / STEP_FOLDERS[step]
         folder.mkdir(parents=True, exist_ok=True)
         # Their bars share a line with text, and the log is for lines.
