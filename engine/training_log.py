@@ -1029,7 +1029,12 @@ def read_document(path: Path) -> dict[str, Any]:
     }
 
 
-STEP_FOLDERS = {"sft": "step1-sft", "reward": "step2-reward", "ppo": "step3-rlhf"}
+STEP_FOLDERS = {
+    "sft": "step1-sft",
+    "reward": "step2-reward",
+    "ppo": "step3-rlhf",
+    "dpo": "step2-dpo",
+}
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from typing import Any
 from engine.config.layout import STEP_FOLDERS
 
 # The models of each step that can talk, the preferred one first.
-_TALKERS = {STEP_FOLDERS["ppo"]: ("actor_ema", "actor"), STEP_FOLDERS["sft"]: ("model",)}
+_TALKERS = {
+    STEP_FOLDERS["ppo"]: ("actor_ema", "actor"),
+    STEP_FOLDERS["dpo"]: ("model",),
+    STEP_FOLDERS["sft"]: ("model",),
+}
+# What the model of a step is called, where its folder does not say.
+_NAMES = {STEP_FOLDERS["sft"]: "sft", STEP_FOLDERS["dpo"]: "dpo"}
 _REWARD_STEP = STEP_FOLDERS["reward"]
 
 
@@ -25,7 +31,8 @@ class ModelPath:
 
     Attributes:
         location: a local folder, or a Hub id.
-        name: what the model is called on the screen: actor, actor_ema, sft, or the folder's name.
+        name: what the model is called on the screen: actor, actor_ema, dpo, sft, or the folder's
+            name.
         run: the run that the model belongs to, if any.
     """
 
@@ -38,8 +45,8 @@ def find_model(path: str, tokenizer: str | None = None) -> ModelPath | None:
     """Find the model in a local folder.
 
     Args:
-        path: a run folder (its EMA actor, else its actor, else its SFT model), a step's folder,
-            any Hugging Face folder, or the output of the original DeepSpeed-Chat.
+        path: a run folder (its EMA actor, else its actor or DPO model, else its SFT model), a
+            step's folder, any Hugging Face folder, or the output of the original DeepSpeed-Chat.
         tokenizer: folder or Hub id of the tokenizer, where the model's folder has none.
 
     Returns:
@@ -63,9 +70,10 @@ def find_model(path: str, tokenizer: str | None = None) -> ModelPath | None:
 
 
 def relatives(run: Path) -> dict[str, str]:
-    """Return the finished models of a run by name: sft, actor, actor_ema, reward."""
+    """Return the finished models of a run by name: sft, dpo, actor, actor_ema, reward."""
     places = {
         "sft": run / STEP_FOLDERS["sft"] / "model",
+        "dpo": run / STEP_FOLDERS["dpo"] / "model",
         "actor": run / STEP_FOLDERS["ppo"] / "actor",
         "actor_ema": run / STEP_FOLDERS["ppo"] / "actor_ema",
         "reward": run / _REWARD_STEP / "model",
@@ -105,8 +113,7 @@ def _as_model(folder: Path) -> ModelPath:
     step = whole.parent
     if step.name not in STEP_FOLDERS.values():
         return ModelPath(str(folder), whole.name)
-    name = "sft" if step.name == STEP_FOLDERS["sft"] else whole.name
-    return ModelPath(str(folder), name, step.parent)
+    return ModelPath(str(folder), _NAMES.get(step.name, whole.name), step.parent)
 
 
 def _is_model(folder: Path) -> bool:

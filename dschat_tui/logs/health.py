@@ -285,7 +285,7 @@ def generation_share(vitals: Vitals) -> Verdict | None:
 def accuracy(vitals: Vitals) -> Verdict | None:
     """Whether the reward model tells better from worse."""
     series = vitals.series.get("eval_accuracy") or vitals.series.get("accuracy")
-    value = _now(series) if vitals.status.step == "reward" else None
+    value = _now(series) if vitals.status.step in ("reward", "dpo") else None
     if value is None:
         return None
     return _held("accuracy", "pairs told right", f"{value:.3g}", "above 0.55", value > 0.55)

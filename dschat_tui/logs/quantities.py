@@ -53,7 +53,13 @@ _TABLE = (
         "margin", "margin", "", "Chosen minus rejected score, mean over pairs.", "above 0, growing"
     ),
     Quantity("eval_margin", "held out", "", "Margin on held-out pairs.", "above 0, growing"),
-    Quantity("chosen", "chosen", "", "Mean score of chosen answers.", "above rejected"),
+    Quantity(
+        "chosen",
+        "chosen",
+        "",
+        "Mean score of chosen answers; in DPO how much likelier they are than before, times beta.",
+        "above rejected; in DPO it may fall, if rejected falls more",
+    ),
     Quantity("rejected", "rejected", "", "Mean score of rejected answers.", "below chosen"),
     Quantity("eval_chosen", "chosen", "", "Chosen scores, held out.", "above rejected"),
     Quantity("eval_rejected", "rejected", "", "Rejected scores, held out.", "below chosen"),

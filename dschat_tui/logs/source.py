@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 # as the engine has them; its grammar of logs takes a moment to load, before the first picture
-STEP_FOLDERS = {"sft": "step1-sft", "reward": "step2-reward", "ppo": "step3-rlhf"}
+STEP_FOLDERS = {
+    "sft": "step1-sft",
+    "reward": "step2-reward",
+    "ppo": "step3-rlhf",
+    "dpo": "step2-dpo",
+}
+_PIPELINES = {"ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "dpo")}
 # the key of a log whose step only its lines tell
 ONE_LOG = "log"
 _STEP_OF_FOLDER = {folder: step for step, folder in STEP_FOLDERS.items()}
@@ -30,13 +36,15 @@ class Source:
 
     def read_state(self) -> dict[str, Any] | None:
         """The content of run.json; None where there is none that can be read."""
-        if self.state_file is None:
-            return None
-        try:
-            state = json.loads(self.state_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return state if isinstance(state, dict) and isinstance(state.get("steps"), dict) else None
+        return None if self.state_file is None else _read_state(self.state_file)
+
+
+def _read_state(file: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) and isinstance(state.get("steps"), dict) else None
 
 
 def find_source(path: Path) -> Source:
@@ -54,7 +62,10 @@ def find_source(path: Path) -> Source:
     steps = {step: path / folder for step, folder in STEP_FOLDERS.items()}
     state_file = path / "run.json"
     if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
-        logs = {step: folder / "training.log" for step, folder in steps.items()}
+        begun = (_read_state(state_file) or {"steps": {}})["steps"]
+        is_dpo = "dpo" in begun or steps["dpo"].is_dir()
+        names = _PIPELINES["dpo" if is_dpo else "ppo"]
+        logs = {step: steps[step] / "training.log" for step in names}
         rollouts = steps["ppo"] / "rollouts.jsonl"
         return Source(path, logs, rollouts, state_file)
     if (path / "training.log").is_file():

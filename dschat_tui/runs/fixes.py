@@ -16,11 +16,13 @@ ROLES: Mapping[StepName, tuple[str, ...]] = {
     "sft": ("actor",),
     "reward": ("critic",),
     "ppo": ("actor", "critic"),
+    "dpo": ("actor",),
 }
 LEARNING_RATES: Mapping[StepName, tuple[str, ...]] = {
     "sft": ("sft.learning_rate",),
     "reward": ("reward.learning_rate",),
     "ppo": ("actor.learning_rate", "critic.learning_rate"),
+    "dpo": ("dpo.learning_rate",),
 }
 SLOWER = 0.1
 

@@ -34,7 +34,7 @@ def final_metrics(step: str, step_folder: Path) -> Record:
     if step == "sft":
         evals = [record for record in records if record.get("kind") == "eval"]
         found |= _first_and_last(evals, "ppl", "ppl_before", "ppl_after")
-    elif step == "reward":
+    elif step in ("reward", "dpo"):
         evals = [record for record in records if record.get("kind") == "reward_eval"]
         if evals:
             last = evals[-1]
@@ -50,7 +50,7 @@ def summary_text(step: str, metrics: Record) -> str:
     """The final numbers of a step as one line for a person."""
     if step == "sft":
         return _arrow("perplexity", metrics, "ppl_before", "ppl_after")
-    if step == "reward":
+    if step in ("reward", "dpo"):
         accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
         if accuracy is None:
             return ""

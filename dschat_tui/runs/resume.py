@@ -28,7 +28,7 @@ from engine.config.layout import StepName
 from engine.models.folders import is_complete_model
 
 ANY_TIME: tuple[StepName, ...] = ()
-ALL_STEPS: tuple[StepName, ...] = ("sft", "reward", "ppo")
+ALL_STEPS: tuple[StepName, ...] = ("sft", "reward", "ppo", "dpo")
 
 # What may change when a run goes on, by option or group, the longest name that fits deciding. An
 # option with steps may change until one of them is under way: checkpoints hold its consequences.
@@ -48,14 +48,18 @@ MAY_CHANGE: Mapping[str, tuple[StepName, ...]] = {
     "reward.micro_batch_size": ANY_TIME,
     "reward.eval_batch_size": ANY_TIME,
     "reward.eval_interval": ANY_TIME,
+    "dpo.micro_batch_size": ANY_TIME,
+    "dpo.eval_batch_size": ANY_TIME,
+    "dpo.eval_interval": ANY_TIME,
     "ppo.micro_batch_size": ANY_TIME,
     "ppo.generation_batch_size": ANY_TIME,
     "sft": ("sft",),
     "reward": ("reward",),
     "ppo": ("ppo",),
-    "ref": ("ppo",),
+    "dpo": ("dpo",),
+    "ref": ("ppo", "dpo"),
     "ema": ("ppo",),
-    "actor": ("sft", "ppo"),
+    "actor": ("sft", "ppo", "dpo"),
     "actor.learning_rate": ("ppo",),
     "actor.weight_decay": ("ppo",),
     "critic": ("reward", "ppo"),

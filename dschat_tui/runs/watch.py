@@ -31,8 +31,9 @@ SHOWN_METRICS = {
     "sft": ("loss",),
     "reward": ("loss", "accuracy", "margin"),
     "ppo": ("reward", "kl", "actor_loss", "critic_loss"),
+    "dpo": ("loss", "accuracy", "margin"),
 }
-TALKING = ("sft", "ppo")
+TALKING = ("sft", "ppo", "dpo")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DETACHED = "detached"
 QUESTION = "[d]etach and leave it running, [s]top it (saves a checkpoint), or [c]ontinue watching? "

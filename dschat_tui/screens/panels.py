@@ -63,11 +63,12 @@ PANELS: dict[str, tuple[PanelSpec, ...]] = {
         PanelSpec("Samples/s", ("samples_per_s",), ("tokens_per_s",)),
     ),
     "dpo": (
-        PanelSpec("Scores", ("eval_chosen", "eval_rejected")),
-        PanelSpec("Margin", ("eval_margin",)),
+        PanelSpec("Implicit rewards", ("chosen", "rejected"), ("eval_chosen", "eval_rejected")),
+        # the original tells no accuracy
+        PanelSpec("Accuracy", ("accuracy", "eval_accuracy"), ("learning_rate",)),
+        PanelSpec("Margin", ("margin", "eval_margin")),
         PanelSpec("Loss", ("loss", "eval_loss"), ("epoch_loss",)),
         *_SPEED,
-        PanelSpec("Learning rate", ("learning_rate",)),
     ),
 }
 PANEL_COUNT = 6

@@ -59,7 +59,7 @@ FEWEST_STEPS_SHOWN = 8
 STEPS_TO_JUDGE = 20
 TABS = ("charts", "health", "answers", "log", "events", "system")
 STEP_TITLES = {"sft": "SFT", "reward": "reward model", "ppo": "RLHF", "dpo": "DPO"}
-STEP_NUMBERS = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 3}
+STEP_NUMBERS = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 2}
 
 
 class Panel(Chart):
