@@ -19,11 +19,16 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from engine.config.layout import STOP_REQUEST
+from engine.config.layout import (
+    CHECKPOINT_MANIFEST,
+    CHECKPOINTS,
+    STOP_REQUEST,
+    checkpoint_name,
+    whole_checkpoints,
+)
 from engine.distributed import max_over_ranks, rank, world_size
 from engine.trainers.report import Report
 
-_MANIFEST = "checkpoint.json"
 _SECONDS_BETWEEN_LOOKS = 5.0
 
 
@@ -61,7 +66,7 @@ class Checkpoints:
     ) -> None:
         self._stop_request = run / STOP_REQUEST
         self._step_folder = folder
-        self._folder = folder / "checkpoints"
+        self._folder = folder / CHECKPOINTS
         self._engines = engines
         self._report = report
         self._interval = interval
@@ -118,13 +123,12 @@ class Checkpoints:
     def whole(self) -> list[tuple[Path, Manifest]]:
         """The complete checkpoints with their manifests, oldest first."""
         found = []
-        for folder in self._folder.glob("step-*"):
+        for folder, manifest in whole_checkpoints(self._step_folder):
             try:
-                manifest = Manifest(**json.loads((folder / _MANIFEST).read_text()))
-            except (OSError, ValueError, TypeError):
+                found.append((folder, Manifest(**manifest)))
+            except TypeError:
                 continue
-            found.append((folder, manifest))
-        return sorted(found, key=lambda item: item[1].step)
+        return found
 
     def _stop_requested(self) -> bool:
         """One answer for all ranks."""
@@ -133,7 +137,7 @@ class Checkpoints:
 
     def _save(self, step: int, state: dict[str, Any], score: float) -> None:
         started = time.perf_counter()
-        temporary = self._folder / f".step-{step:08d}.new"
+        temporary = self._folder / f".{checkpoint_name(step)}.new"
         while not self._write(temporary, state):
             self._report.warning(
                 f"paused: no room for the checkpoint of step {step} on the disk of "
@@ -145,8 +149,8 @@ class Checkpoints:
         if rank() == 0:
             size = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
             manifest = Manifest(step, world_size(), score, size)
-            (temporary / _MANIFEST).write_text(json.dumps(asdict(manifest)))
-            target = self._folder / f"step-{step:08d}"
+            (temporary / CHECKPOINT_MANIFEST).write_text(json.dumps(asdict(manifest)))
+            target = self._folder / checkpoint_name(step)
             shutil.rmtree(target, ignore_errors=True)
             temporary.rename(target)
             self._rotate()

@@ -103,15 +103,7 @@ class RunFolder:
 
     def checkpoints(self, step: Step) -> list[dict[str, Any]]:
         """The manifests of a step's whole checkpoints, oldest first."""
-        found = []
-        for file in (self.step_folder(step) / "checkpoints").glob("step-*/checkpoint.json"):
-            try:
-                manifest = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if isinstance(manifest, dict) and isinstance(manifest.get("step"), int):
-                found.append(manifest)
-        return sorted(found, key=lambda manifest: int(manifest["step"]))
+        return [manifest for _, manifest in layout.whole_checkpoints(self.step_folder(step))]
 
     @contextmanager
     def lock(self, wait: bool) -> Iterator[None]:

@@ -20,6 +20,7 @@ from engine.config import (
     RunConfig,
     apply_overrides,
     get_value,
+    layout,
     read_yaml,
     resolve,
     to_yaml,
@@ -237,7 +238,7 @@ def apply(resumption: Resumption) -> None:
                 [f"processes {survivors} of {run.path} cannot be ended. End them, then try again"]
             )
         if resumption.anew is not None:
-            checkpoints = run.step_folder(resumption.anew) / "checkpoints"
+            checkpoints = run.step_folder(resumption.anew) / layout.CHECKPOINTS
             checkpoints.rename(checkpoints.with_name(f"checkpoints-until-{time.time():.0f}"))
         for step in resumption.steps:
             state["steps"][step.name] = new_step_state(step)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dschat_tui import tables
+from dschat_tui.logs.follow import Follower
 from dschat_tui.runs import control
 from dschat_tui.runs.failures import last_line
 from dschat_tui.runs.folder import DONE, FAILED, RUNNING, STEPS, STOPPED, RunFolder, RunIsHeld, Step
@@ -42,27 +43,6 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass
-class GrowingFile:
-    """Whole new lines of a file that others append to."""
-
-    path: Path
-    _offset: int = 0
-    _rest: bytes = b""
-
-    def new_lines(self) -> list[str]:
-        """The lines that were finished since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        return [line.decode("utf-8", "replace") for line in lines]
-
-
-@dataclass
 class StepProgress:
     """How far a running step is, from its log and metrics."""
 
@@ -76,15 +56,19 @@ class StepProgress:
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._log = GrowingFile(self.folder / "training.log")
+        self._log = Follower(self.folder / "training.log")
         self._reader = training_log.LogReader()
         self._first: tuple[float, int] | None = None
 
     def update(self) -> None:
         """Read what was written since the last call."""
-        for line in self._log.new_lines():
-            for record in self._reader.feed(line):
-                self._read(record)
+        more = True
+        while more:
+            batch = self._log.read()
+            for line in batch.lines:
+                for record in self._reader.feed(line):
+                    self._read(record)
+            more = batch.more
 
     def _read(self, record: dict[str, Any]) -> None:
         kind = record["kind"]

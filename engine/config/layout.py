@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from pathlib import Path
+from typing import Any, Literal
 
 StepName = Literal["sft", "reward", "ppo", "dpo"]
 
@@ -31,3 +33,25 @@ def model_folders(step: StepName, ema: bool) -> list[str]:
 
 # A file of this name in a run's folder asks its running step to save a checkpoint and end.
 STOP_REQUEST = "stop-request"
+
+CHECKPOINTS = "checkpoints"
+# Written last: a checkpoint whose folder holds it is whole.
+CHECKPOINT_MANIFEST = "checkpoint.json"
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of the checkpoint after so many steps."""
+    return f"step-{step:08d}"
+
+
+def whole_checkpoints(step_folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The whole checkpoints of a step with their manifests, oldest first."""
+    found = []
+    for file in (step_folder / CHECKPOINTS).glob(f"step-*/{CHECKPOINT_MANIFEST}"):
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(manifest, dict) and isinstance(manifest.get("step"), int):
+            found.append((file.parent, manifest))
+    return sorted(found, key=lambda item: int(item[1]["step"]))

@@ -43,18 +43,6 @@ def test_progress_follows_phase_step_metrics_and_warnings(tmp_path):
     assert progress.warnings == ["careful"]
 
 
-def test_a_line_that_is_still_being_written_waits(tmp_path):
-    path = tmp_path / "file"
-    growing = watch.GrowingFile(path)
-    assert growing.new_lines() == []
-    path.write_bytes(b"one\ntw")
-    assert growing.new_lines() == ["one"]
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n")
-    assert growing.new_lines() == ["two", "three"]
-    assert growing.new_lines() == []
-
-
 def test_time_left_follows_the_pace(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
