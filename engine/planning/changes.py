@@ -99,6 +99,8 @@ def _candidates(config: RunConfig, ranks: int) -> Iterator[Assignments]:
                 yield {f"{name}.zero_stage": stage}
     if not config.ref.offload:
         yield {"ref.offload": True}
+    if not config.ref.offload_reward:
+        yield {"ref.offload_reward": True}
     for name, role in roles:
         if not role.offload:
             yield {f"{name}.offload": True}

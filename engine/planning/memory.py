@@ -202,8 +202,9 @@ class _Model:
 
     @classmethod
     def reading(cls, name: str, shape: ModelShape, head: Head, stage: int, offload: bool) -> _Model:
-        stage = 3 if stage == 3 else 0
-        return cls(name, shape, head, stage, offload and stage == 3, 0, shape.parameters_with(head))
+        # DeepSpeed offloads the parameters of ZeRO-3 alone.
+        stage = 3 if stage == 3 or offload else 0
+        return cls(name, shape, head, stage, offload, 0, shape.parameters_with(head))
 
     @property
     def parameters(self) -> int:
@@ -420,7 +421,9 @@ def _ppo(
     reference = _Model.reading(
         "reference", actor_shape, "lm", config.actor.zero_stage, config.ref.offload
     )
-    reward = _Model.reading("reward", critic_shape, "score", config.critic.zero_stage, False)
+    reward = _Model.reading(
+        "reward", critic_shape, "score", config.critic.zero_stage, config.ref.offload_reward
+    )
     frozen = [reward] if shared else [reference, reward]
 
     micro, accumulates = _micro_batch(options, place.ranks)

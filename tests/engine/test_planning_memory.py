@@ -134,6 +134,24 @@ def test_each_feature_moves_memory_its_way():
     assert opt_1_3b(ppo={"batch_size": 64, "rollout_batch_size": 64}) > plain
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("option", "model"), [("offload", "reference"), ("offload_reward", "reward")]
+)
+def test_an_offloaded_frozen_model_lies_on_the_host(option, model, stage):
+    def weights(offload: bool) -> tuple[int, int]:
+        role = {"zero_stage": stage}
+        config = configuration(2, actor=role, critic=role, ref={option: offload})
+        items = plan_memory(config, OPT_350M, dtype="bf16").steps[0].items
+        (item,) = (i for i in items if (i.model, i.what) == (model, "weights"))
+        return item.device_bytes, item.host_bytes
+
+    # Offloaded it is sharded too, whatever the stage of the model that trains.
+    shard = weights(offload=False)[0] // (1 if stage == 3 else 2)
+    assert weights(offload=False)[1] == 0
+    assert weights(offload=True) == (0, shard)
+
+
 def test_checkpointing_trades_activations_alone():
     def items(checkpointing: bool) -> dict[tuple[str, str, str], int]:
         config = configuration(critic={"gradient_checkpointing": checkpointing})
