@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.config.layout import PIPELINES
 from engine.config.loading import drop_override
 from engine.config.rules import check
 from engine.config.schema import RunConfig
@@ -79,17 +80,22 @@ def smallest_change(
 
 def _candidates(config: RunConfig, ranks: int) -> Iterator[Assignments]:
     """Single changes, from the cheapest to the dearest."""
-    for name, options in (("sft", config.sft), ("reward", config.reward), ("ppo", config.ppo)):
+    steps = PIPELINES[config.alignment]
+    for step in steps:
+        options = getattr(config, step)
         rows = options.micro_batch_size or options.batch_size // ranks
         for smaller in _halves(rows):
-            yield {f"{name}.micro_batch_size": smaller}
-    prompts = config.ppo.generation_batch_size or config.ppo.rollout_batch_size // ranks
-    for smaller in _halves(prompts):
-        yield {"ppo.generation_batch_size": smaller}
-    for name, evaluation in (("sft", config.sft), ("reward", config.reward)):
-        for smaller in _halves(evaluation.eval_batch_size):
-            yield {f"{name}.eval_batch_size": smaller}
-    roles = (("actor", config.actor), ("critic", config.critic))
+            yield {f"{step}.micro_batch_size": smaller}
+    if "ppo" in steps:
+        prompts = config.ppo.generation_batch_size or config.ppo.rollout_batch_size // ranks
+        for smaller in _halves(prompts):
+            yield {"ppo.generation_batch_size": smaller}
+    for step in steps[:2]:
+        for smaller in _halves(getattr(config, step).eval_batch_size):
+            yield {f"{step}.eval_batch_size": smaller}
+    roles = [("actor", config.actor), ("critic", config.critic)]
+    if "ppo" not in steps:
+        roles = roles[:1]
     for name, role in roles:
         if not role.gradient_checkpointing:
             yield {f"{name}.gradient_checkpointing": True}
@@ -99,7 +105,7 @@ def _candidates(config: RunConfig, ranks: int) -> Iterator[Assignments]:
                 yield {f"{name}.zero_stage": stage}
     if not config.ref.offload:
         yield {"ref.offload": True}
-    if not config.ref.offload_reward:
+    if "ppo" in steps and not config.ref.offload_reward:
         yield {"ref.offload_reward": True}
     for name, role in roles:
         if not role.offload:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config.layout import StepName
-from engine.config.schema import RoleConfig, RunConfig, StepConfig
+from engine.config.schema import PretrainingStyleStep, RoleConfig, RunConfig, StepConfig
 from engine.planning.activations import (
     logits_scoring_bytes,
     logits_training_bytes,
@@ -354,6 +354,9 @@ def plan_memory(
     steps = []
     if config.models.sft is None:
         steps.append(StepPlan("sft", tuple(_sft(config.for_step("sft"), actor, place))))
+    if config.alignment == "dpo":
+        steps.append(StepPlan("dpo", tuple(_dpo(config.for_step("dpo"), actor, place))))
+        return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
     if config.models.trained_reward is None:
         steps.append(StepPlan("reward", tuple(_reward(config.for_step("reward"), critic, place))))
     ppo = _ppo(config.for_step("ppo"), actor, critic, place, nodes)
@@ -377,22 +380,61 @@ def _process(place: _Place) -> list[Item]:
 def _sft(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Item]:
     options, role = config.sft, config.actor
     model = _Model.training("actor", shape, "lm", role)
-    micro, accumulates = _micro_batch(options, place.ranks)
-    tokens, evaluated = micro * options.max_length, options.eval_batch_size * options.max_length
+    yield from _language_modeling(model, role, options, 1, role.dropout, None, place)
+
+
+def _dpo(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Item]:
+    options, role = config.dpo, config.actor
+    model = _Model.training("actor", shape, "lm", role, config.mixz.enabled)
+    reference = None if _reference_is_shared(config) else _reference(config, shape)
+    # Chosen and rejected answers of a pair are two rows of one batch.
+    yield from _language_modeling(model, role, options, 2, role.dropout or 0.0, reference, place)
+
+
+def _reference_is_shared(config: RunConfig) -> bool:
+    """Whether the reference is the actor without its adapters."""
+    return config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
+
+
+def _reference(config: RunConfig, shape: ModelShape) -> _Model:
+    stage, offload = config.actor.zero_stage, config.ref.offload
+    return _Model.reading("reference", shape, "lm", stage, offload)
+
+
+def _language_modeling(
+    model: _Model,
+    role: RoleConfig,
+    options: PretrainingStyleStep,
+    texts: int,
+    dropout: float | None,
+    reference: _Model | None,
+    place: _Place,
+) -> Iterable[Item]:
+    """Training on the tokens of `texts` rows for each that the options count."""
+    shape = model.shape
+    units, accumulates = _micro_batch(options, place.ranks)
+    rows, evaluated = texts * units, texts * options.eval_batch_size * options.max_length
     train = "train actor"
+    models = [model] if reference is None else [model, reference]
     yield from _process(place)
-    yield from model.weights(place)
+    for each in models:
+        yield from each.weights(place)
     yield from model.training_states(place, accumulates)
-    yield from model.training_activations(place, role, micro, options.max_length, role.dropout)
-    yield from model.gathered(place, train)
-    yield from model.gathered(place, "evaluate")
-    logits = logits_training_bytes(shape, tokens, place.element)
+    yield from model.training_activations(place, role, rows, options.max_length, dropout)
+    for phase in (train, "evaluate"):
+        yield from _largest([item for each in models for item in each.gathered(place, phase)])
+    logits = logits_training_bytes(shape, rows * options.max_length, place.element)
     yield place.item("actor", "logits", logits, train)
     reading = max(
         logits_scoring_bytes(shape, evaluated, place.element),
         working_bytes_per_token(shape, place.element) * evaluated,
     )
     yield place.item("actor", "activations and logits", reading, "evaluate")
+
+
+def _largest(items: list[Item]) -> list[Item]:
+    """The one of several that are never there together which takes most; none of none."""
+    return sorted(items, key=lambda item: item.device_bytes + item.host_bytes)[-1:]
 
 
 def _reward(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Item]:
@@ -417,14 +459,10 @@ def _ppo(
     options, element = config.ppo, place.element
     actor = _Model.training("actor", actor_shape, "lm", config.actor, config.mixz.enabled)
     critic = _Model.training("critic", critic_shape, "score", config.critic)
-    shared = config.ref.share_actor and config.actor.lora.only and config.actor.lora.rank > 0
-    reference = _Model.reading(
-        "reference", actor_shape, "lm", config.actor.zero_stage, config.ref.offload
-    )
     reward = _Model.reading(
         "reward", critic_shape, "score", config.critic.zero_stage, config.ref.offload_reward
     )
-    frozen = [reward] if shared else [reference, reward]
+    frozen = [reward] if _reference_is_shared(config) else [_reference(config, actor_shape), reward]
 
     micro, accumulates = _micro_batch(options, place.ranks)
     seq = options.max_prompt_length + options.max_answer_length
@@ -453,7 +491,7 @@ def _ppo(
     gathered = [
         item for model in (actor, critic, *frozen) for item in model.gathered(place, "score")
     ]
-    yield from sorted(gathered, key=lambda item: item.device_bytes + item.host_bytes)[-1:]
+    yield from _largest(gathered)
     logits = logits_scoring_bytes(actor_shape, generated * answer, element, with_reference=True)
     working = max(
         working_bytes_per_token(shape, element) * scored for shape in (actor_shape, critic_shape)
