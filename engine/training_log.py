@@ -50,10 +50,12 @@ class _Form:
     """A form of line: one pattern, whose groups are the numbers by name."""
 
     def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
         compiled = re.compile(pattern)
         self._match = compiled.fullmatch
+        self._names = list(compiled.groupindex)
         whole = set(re.findall(r"\(\?P<(\w+)>\[0-9\]\+\)", pattern))
-        self._fields = [(name, int if name in whole else float) for name in compiled.groupindex]
+        self._whole = [index for index, name in enumerate(self._names) if name in whole]
 
     def read(self, line: str, record: dict[str, Any]) -> bool:
         """Add the line's numbers to `record`; False, and nothing added, for any other line.
@@ -65,12 +67,14 @@ class _Form:
         if match is None:
             return False
         texts = match.groups()
+        values: list[float | None]
         try:
-            for (name, convert), text in zip(self._fields, texts):  # noqa: B905 (speed)
-                record[name] = convert(text)
+            values = list(map(float, texts))
         except (TypeError, ValueError):
-            for (name, convert), text in zip(self._fields, texts, strict=True):
-                record[name] = None if text is None or text == "NA" else convert(text)
+            values = [None if text is None or text == "NA" else float(text) for text in texts]
+        for index in self._whole:
+            values[index] = int(texts[index])
+        record.update(zip(self._names, values))  # noqa: B905 (speed)
         return True
 
 
@@ -213,9 +217,8 @@ def throughput(
 
 
 _THROUGHPUT = re.compile(
-    r"Model Parameters: [0-9NA.]+(?: B)?, Latency: ([0-9.a-z]+)s, TFLOPs: ([0-9.a-z]+), "
-    r"Samples/sec: ([0-9.a-z]+), Time/seq [^,]+s, "
-    r"Batch Size: ([0-9]{1,9}), Sequence Length: ([0-9]{1,9})"
+    r"Model Parameters: [^,]*, Latency: ([^,s]*)s, TFLOPs: ([^,]*), Samples/sec: ([^,]*), "
+    r"Time/seq [^,]*, Batch Size: ([0-9]{1,9}), Sequence Length: ([0-9]{1,9})"
 )
 
 
@@ -345,8 +348,7 @@ _END_TO_END = _Form(
 _GENERATION = _Form(
     rf"Generation => Latency: {_number('generate_s')}s, "
     rf"Per-token Latency {_number('per_token_ms')} ms, TFLOPs: {_number('generate_tflops')}, "
-    # in bf16 the original prints -1.00 for what it does not know
-    rf"BW: (?:-1\.00|{_number('bandwidth_gb_s')}) GB/sec, "
+    rf"BW: {_number('bandwidth_gb_s')} GB/sec, "
     rf"Answer Seq\. Length: {_count('answer_length_limit')}"
 )
 _TRAINING = _Form(
@@ -360,6 +362,9 @@ _REWARD = _Form(
     rf"[Aa]verage reward score: {_last_number('reward')}"
     rf"(?: \| EMA reward score: {_last_number('reward_ema')})?"
 )
+_PPO_BLOCK = (_PPO_LOSSES, _END_TO_END, _GENERATION, _TRAINING, _PARAMETERS, _REWARD)
+# read at once, since six matches cost three times one: a long history is mostly such blocks
+_WHOLE_PPO_BLOCK = _Form("\n".join(form.pattern for form in _PPO_BLOCK))
 # DeepSpeed's hybrid engine prints it when it begins to generate again; we never do
 _HYBRID_TIMER = _Form(
     rf"\|E2E latency={_number('e2e_s')}s \|Gather latency={_number('gather_s')}s \([^)]*\) "
@@ -521,6 +526,7 @@ class LogReader:
         self._awaited: tuple[str, int] | None = None
         self._header_seen = False
         self._throughput_lines = 0
+        self._metric_names: list[str] = []
         self._records_given = 0
         self._ppo_open: Record | None = None
         self._ppo_closed: Record | None = None
@@ -544,7 +550,7 @@ class LogReader:
             "avera": self._read_reward,
             "|E2E ": self._read_hybrid_timer,
             "-----": self._read_separator,
-            "Model": self._read_throughput,
+            "Model": self._read_throughput_alone,
             "ppl: ": self._read_perplexity,
             "chose": self._read_scores,
             "Iter ": self._read_scores_at,
@@ -580,13 +586,38 @@ class LogReader:
         }
 
     def feed(self, line: str, offset: int | None = None) -> _Records:
-        """Read the next line, without its newline, and give the records that it made whole.
+        """Read the next line, as `feed_all` does."""
+        return self.feed_all((line,), None if offset is None else (offset,))
 
-        With the byte at which the line begins in the log, each record gets an `offset`: that of its
-        own first line.
+    def feed_all(
+        self, lines: Sequence[str], offsets: Sequence[int] | None = None
+    ) -> Sequence[Record]:
+        """Read the next lines, without newlines, and give the records that they made whole.
+
+        With the byte at which each line begins in the log, each record gets an `offset`: that of
+        its own first line.
         """
+        records: list[Record] = []
+        self._offset = None
+        to_skip = 0
+        for index, line in enumerate(lines):
+            if to_skip:
+                to_skip -= 1
+                continue
+            if offsets is not None:
+                self._offset = offsets[index]
+            # long histories are mostly these two
+            head = line[:6]
+            if head == "Epoch:" and self._read_ppo_block(lines, index, records):
+                to_skip = len(_PPO_BLOCK) - 1
+            elif head == "Model " and self._read_throughput(line, records):
+                pass
+            else:
+                records += self._read_line(line)
+        return records
+
+    def _read_line(self, line: str) -> _Records:
         closed = self._ppo_closed
-        self._offset = offset
         read = self._forms.get(line[:5])
         try:
             records = None if read is None else read(line)
@@ -662,13 +693,32 @@ class LogReader:
             return self._give(record)
         return self._give(record) if _EPOCH_LOSS.read(line, record) else None
 
+    def _read_ppo_block(self, lines: Sequence[str], start: int, records: list[Record]) -> bool:
+        """Read a whole block that begins there; False, and nothing done, if it is none."""
+        record = self._new_ppo_record()
+        try:
+            block = "\n".join(lines[start : start + len(_PPO_BLOCK)])
+            if not _WHOLE_PPO_BLOCK.read(block, record):
+                return False
+        except ValueError:
+            return False
+        _forget_unknown_bandwidth(record)
+        records += [held for held in (self._ppo_closed, self._ppo_open) if held is not None]
+        self._give(record)
+        self._ppo_open = None
+        self._ppo_closed = self._ppo_untimed = record
+        self._learn_step("ppo")
+        return True
+
+    def _new_ppo_record(self) -> Record:
+        names = ("reward", "reward_ema", "e2e_s", "generate_s", "train_s", "tflops")
+        return {"kind": "ppo", **dict.fromkeys(names)}
+
     def _read_ppo_losses(self, form: _Form, line: str) -> _Records | None:
-        record: Record = {"kind": "ppo"}
+        record = self._new_ppo_record()
         if not form.read(line, record):
             return None
         unfinished = self._ppo_open
-        for name in ("reward", "reward_ema", "e2e_s", "generate_s", "train_s", "tflops"):
-            record[name] = None
         self._give(record)
         self._ppo_open = record
         self._ppo_untimed = None
@@ -677,7 +727,10 @@ class LogReader:
 
     def _read_ppo_part(self, form: _Form, line: str) -> _Records | None:
         record = {} if self._ppo_open is None else self._ppo_open
-        return _NOTHING if form.read(line, record) else None
+        if not form.read(line, record):
+            return None
+        _forget_unknown_bandwidth(record)
+        return _NOTHING
 
     def _read_reward(self, line: str) -> _Records | None:
         record = {} if self._ppo_open is None else self._ppo_open
@@ -705,25 +758,39 @@ class LogReader:
 
     # steps 1 and 2, and DPO
 
-    def _read_throughput(self, line: str) -> _Records | None:
+    def _read_throughput(self, line: str, records: list[Record]) -> bool:
+        """Read a line of that form; False, and nothing done, for any other."""
         match = _THROUGHPUT.fullmatch(line)
         if match is None:
-            return None
+            return False
         latency, tflops, samples, batch_size, length = match.groups()
-        # written out for speed: it is the most frequent line by far
-        record: Record = {
-            "kind": "throughput",
-            "index": self._throughput_lines,
-            "latency_s": float(latency),
-            "tflops": float(tflops),
-            "samples_per_s": float(samples),
-            "batch_size": int(batch_size),
-            "sequence_length": int(length),
-        }
+        try:
+            record: Record = {
+                "kind": "throughput",
+                "index": self._throughput_lines,
+                "latency_s": float(latency),
+                "tflops": float(tflops),
+                "samples_per_s": float(samples),
+                "batch_size": int(batch_size),
+                "sequence_length": int(length),
+            }
+        except ValueError:
+            return False
+        if self._ppo_closed is not None:
+            records.append(self._ppo_closed)
+            self._ppo_closed = None
+        if self._offset is not None:
+            record["offset"] = self._offset
+        records.append(record)
+        self._records_given += 1
         self._throughput_lines += 1
         if self.step is None:
             self._learn_step("sft", certain=False)
-        return self._give(record)
+        return True
+
+    def _read_throughput_alone(self, line: str) -> _Records | None:
+        records: list[Record] = []
+        return records if self._read_throughput(line, records) else None
 
     def _read_header(self, line: str) -> _Records | None:
         if match := _EVALUATING.fullmatch(line):
@@ -790,8 +857,10 @@ class LogReader:
         record: Record = {"kind": "metrics"}
         words = line[len("Metrics => ") :].replace(": ", ", ").split(", ")
         names, texts = words[::2], words[1::2]
-        if len(names) != len(texts) or not all(map(str.isidentifier, names)):
-            return None
+        if names != self._metric_names:  # mostly those of the step before
+            if len(names) != len(texts) or not all(map(str.isidentifier, names)):
+                return None
+            self._metric_names = names
         for name, text in zip(names, texts, strict=True):
             record[name] = int(text) if text.isdigit() else None if text == "NA" else float(text)
         return self._give(record)
@@ -819,7 +888,7 @@ class LogReader:
         if not text:
             return _NOTHING
         if text != line:
-            return self.feed(text, self._offset)
+            return self._read_line(text)
         stamps = _STAMPS.match(text) if text[0] == "[" else None
         message = text[stamps.end() :] if stamps else text
         read = self._messages.get(message[:5])
@@ -850,8 +919,7 @@ class LogReader:
         return self._read_parts([text[i:j] for i, j in zip(starts, ends, strict=True)])
 
     def _read_parts(self, parts: Sequence[str]) -> _Records:
-        offset = self._offset
-        return [record for part in parts if part for record in self.feed(part, offset)]
+        return [record for part in parts if part for record in self._read_line(part)]
 
     def _read_optimizer(self, message: str, text: str) -> _Records | None:
         match = _OPTIMIZER.fullmatch(message)
@@ -982,6 +1050,12 @@ class LogReader:
         return _NOTHING
 
 
+def _forget_unknown_bandwidth(record: Record) -> None:
+    # in bf16 the original prints -1.00 for what it does not know
+    if record.get("bandwidth_gb_s") == -1.0:
+        record["bandwidth_gb_s"] = None
+
+
 def _without_prefixes(text: str, hosts: set[str]) -> str:
     """What follows hosts, ranks, progress bars and the border of a box."""
     while True:
@@ -1015,8 +1089,7 @@ def read_document(path: Path) -> dict[str, Any]:
             if not newline:
                 unfinished = (unfinished + rest)[:_BLOCK]  # a line without end stays bounded
                 continue
-            for line in (unfinished + head).decode("utf-8", "replace").split("\n"):
-                records += reader.feed(line)
+            records += reader.feed_all((unfinished + head).decode("utf-8", "replace").split("\n"))
             unfinished = rest
     records += reader.finish(unfinished.decode("utf-8", "replace"))
     return {

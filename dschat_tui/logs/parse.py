@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -59,18 +60,23 @@ class LogParser:
         """The update that a batch of lines makes."""
         if batch.restarted:
             self._begin()
-        feed, read = self._reader.feed, self._read
-        for line, offset in zip(batch.lines, batch.offsets, strict=True):
-            for record in feed(line, offset):
-                read(record)
+        start = 0
+        for index, line in enumerate(batch.lines):
             if line[:5] == "*****" and line.startswith(_TRAINING_BEGINS):
+                self._read_lines(batch, start, index + 1)
+                start = index + 1
                 self._relaunched = self._step >= 0
-                self._events.append(Event("training", "training begins", offset))
+                self._events.append(Event("training", "training begins", batch.offsets[index]))
+        self._read_lines(batch, start, len(batch.lines))
         marks = batch.offsets[-self._lines % LINES_PER_MARK :: LINES_PER_MARK]
         self._lines += len(batch.lines)
         if batch.lines:
             self._size = batch.offsets[-1] + len(batch.lines[-1].encode("utf-8", "replace")) + 1
         return self._update(marks, batch.restarted)
+
+    def _read_lines(self, batch: Batch, start: int, end: int) -> None:
+        for record in self._reader.feed_all(batch.lines[start:end], batch.offsets[start:end]):
+            self._read(record)
 
     def finish(self) -> Update:
         """The update of what waits for a line that will not come: at the end of a finished log."""
@@ -271,8 +277,13 @@ class LogParser:
             value = record.get(name)
             if value is None:
                 continue
+            if not -_GREATEST <= value <= _GREATEST:
+                value = value if isinstance(value, float) else math.inf
+                self._tell_nonfinite(name, value, step, offset)
             points[name].append((value, step, offset))
-            if not -_GREATEST <= value <= _GREATEST and name not in self._nonfinite:
-                self._nonfinite.add(name)
-                text = f"{title(name)} is {value} at step {step:g}"
-                self._events.append(Event("not_finite", text, offset))
+
+    def _tell_nonfinite(self, name: str, value: float, step: float, offset: int) -> None:
+        if name not in self._nonfinite:
+            self._nonfinite.add(name)
+            text = f"{title(name)} is {value} at step {step:g}"
+            self._events.append(Event("not_finite", text, offset))

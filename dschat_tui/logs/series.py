@@ -65,37 +65,41 @@ class Series:
         """Add values, each with its step and the byte of its line."""
         if not points:
             return
-        # written out for speed: this is the hottest function of the dashboard
-        low, high, sums, counts = self._low, self._high, self._sum, self._count
-        room = self._width - self._in_last_bucket if low else 0
-        minimum, maximum = self.minimum, self.maximum
-        for value, step, offset in points:
+        values, steps, offsets = zip(*points, strict=True)
+        start, count = 0, len(values)
+        room = self._width - self._in_last_bucket if self._low else 0
+        while start < count:
             if not room:
-                if len(low) == CAPACITY:
+                if len(self._low) == CAPACITY:
                     self._merge_pairs()
-                    low, high, sums, counts = self._low, self._high, self._sum, self._count
-                self._begin_bucket(step, offset)
+                self._begin_bucket(steps[start], offsets[start])
                 room = self._width
-            room -= 1
-            if not -_GREATEST <= value <= _GREATEST:
-                self.nonfinite += 1
-                self._nonfinite[-1] = 1
-                continue
-            if value < low[-1]:
-                low[-1] = value
-                if value < minimum:
-                    minimum = value
-            if value > high[-1]:
-                high[-1] = value
-                if value > maximum:
-                    maximum = value
-            sums[-1] += value
-            counts[-1] += 1
-        self.minimum, self.maximum = minimum, maximum
+            added = values[start : start + room]
+            self._add_to_last_bucket(added)
+            room -= len(added)
+            start += len(added)
         self._in_last_bucket = self._width - room
         self.last, self.last_step, _ = points[-1]
-        self.total += len(points)
+        self.total += count
         self.version += 1
+
+    def _add_to_last_bucket(self, values: Sequence[float]) -> None:
+        total = sum(values, 0.0)
+        if not -_GREATEST <= total <= _GREATEST:  # mostly false: to look at each value takes time
+            finite = [value for value in values if -_GREATEST <= value <= _GREATEST]
+            if len(finite) < len(values):
+                self.nonfinite += len(values) - len(finite)
+                self._nonfinite[-1] = 1
+            if not finite:
+                return
+            values, total = finite, sum(finite, 0.0)
+        lowest, highest = min(values), max(values)
+        self._low[-1] = min(self._low[-1], lowest)
+        self._high[-1] = max(self._high[-1], highest)
+        self.minimum = min(self.minimum, lowest)
+        self.maximum = max(self.maximum, highest)
+        self._sum[-1] += total
+        self._count[-1] += len(values)
 
     def _begin_bucket(self, step: float, offset: int) -> None:
         self._low.append(math.inf)

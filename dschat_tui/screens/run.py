@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
-from textual.screen import Screen
 from textual.worker import Worker, WorkerState
 
 from dschat_tui import keys
@@ -22,6 +20,7 @@ from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.logs.source import ONE_LOG, Source
+from dschat_tui.screens.charts import ChartKeys
 from dschat_tui.screens.contents import (
     ANSWER_COLUMNS,
     AnswerRows,
@@ -32,8 +31,9 @@ from dschat_tui.screens.contents import (
 )
 from dschat_tui.screens.dialogs import Question
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS, PanelSpec
+from dschat_tui.screens.resuming import ResumingScreen
 from dschat_tui.widgets.bars import Line, TabBar
-from dschat_tui.widgets.chart import BRAILLE, MARKERS, SMOOTHINGS, Chart, View, moved
+from dschat_tui.widgets.chart import BRAILLE, MARKERS, Chart, View, moved
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.split import split_rows
@@ -98,7 +98,7 @@ class Panel(Chart):
         return rows
 
 
-class RunScreen(Screen[None]):
+class RunScreen(ChartKeys, ResumingScreen):
     """One run, or one log: drains its feed four times a second and draws what is in sight."""
 
     CSS_PATH = "run.tcss"
@@ -129,7 +129,7 @@ class RunScreen(Screen[None]):
         self.is_maximised = False
         self.is_paused = False
         self.window: float | None = None
-        self.stop_asked_at: float | None = None
+        self.stops_asked = 0
         self.verdicts: list[Verdict] = []
         self.searched = ""
         self.answers_found: set[int] | None = None
@@ -192,6 +192,8 @@ class RunScreen(Screen[None]):
         # of a replay, run.json tells what came later
         if self.speed is None and self._is_due("state", STATE_SECONDS):
             self.state = self.source.read_state()
+            if not self.run_goes_on:
+                self.stops_asked = 0
         if not self.is_paused:
             self.draw()
 
@@ -280,6 +282,11 @@ class RunScreen(Screen[None]):
         """Whether run.json says that the run goes on."""
         return (self.state or {}).get("state") == "running"
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run goes on, and this or another process asked it to stop."""
+        return self.run_goes_on and bool(self.stops_asked or (self.state or {}).get("stop"))
+
     # drawing
 
     def draw(self) -> None:
@@ -316,14 +323,10 @@ class RunScreen(Screen[None]):
         self.query_one("#header", Line).show(self._header_row(model))
         steps = [self._step_view(key) for key in self.source.logs]
         self.query_one("#stepper", Line).show(stepper_row(steps, self.size.width, self.glyphs))
-        cause = self._cause()
-        self.set_class(cause is not None, "-failed")
-        if cause is not None:
-            line, advice = (clean(str(cause[name]), self.ascii_only) for name in ("line", "advice"))
-            self.query_one("#cause", Line).show(
-                [(f"{self.glyphs.failed} {cause['id']}: ", "bad"), (line, "text")],
-                [(f"  {advice}", "warn")],
-            )
+        notice = self._notice()
+        self.set_class(bool(notice), "-failed")
+        if notice:
+            self.query_one("#cause", Line).show(*notice)
         hints: Row = []
         for display, description in keys.hints("app", "run"):
             hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
@@ -339,9 +342,11 @@ class RunScreen(Screen[None]):
         if self.speed is not None:
             state = f"replay {self.speed:g}x"
         row.append((f"{dot}{state}", "text"))
-        if self.stop_asked_at is not None and self.run_goes_on:
-            waited = time.time() - self.stop_asked_at
-            row.append((f"{dot}x again: at once; saving {waited:.0f} s", "warn"))
+        if self.is_stopping:
+            from dschat_tui.runs.stopping import stopping_text
+
+            told = stopping_text(self.state or {}, self.stops_asked, "x")
+            row.append((f"{dot}{told}", "warn"))
         elif self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
             row.append((f"{dot}no sign of its supervisor", "warn"))
         if self.is_paused:
@@ -383,6 +388,26 @@ class RunScreen(Screen[None]):
             is_shown=key == self.key,
         )
 
+    def _notice(self) -> list[Row]:
+        """Why the run waits or the step failed, and what to do: two rows, or none."""
+        cause = self._cause()
+        if cause is not None:
+            line, advice = (clean(str(cause[name]), self.ascii_only) for name in ("line", "advice"))
+            return [
+                [(f"{self.glyphs.failed} {cause['id']}: ", "bad"), (line, "text")],
+                [(f"  {advice}", "warn")],
+            ]
+        if self.speed is not None or (self.state or {}).get("state") != "paused":
+            return []
+        # here, not above: loads the configuration, and the first picture comes first
+        from dschat_tui.runs.gates import told, waiting
+
+        missed = ", ".join(told(record) for record in waiting(self.state or {}))
+        return [
+            [(f"{self.glyphs.check} paused: ", "warn"), (clean(missed, self.ascii_only), "text")],
+            [("  u: say why, and go on. Else start another run, with this step longer", "warn")],
+        ]
+
     def _cause(self) -> dict[str, str] | None:
         key = self.key
         if self._state_of(key) != "failed":
@@ -396,8 +421,11 @@ class RunScreen(Screen[None]):
         view = self._windowed(model)
         alone = self.has_class("-single")
         for index, spec in enumerate(PANELS[self.step]):
-            if not alone or index == self.panel_index:
-                self._panel(index).show_spec(spec, model, view)
+            panel = self._panel(index)
+            if index == self.panel_index:
+                panel.show_spec(spec, model, view)
+            elif not alone:  # once the panel that keys act on is on the screen
+                self.call_after_refresh(panel.show_spec, spec, model, view)
 
     def _panel(self, index: int) -> Panel:
         return self.query_one(f"#panel-{index}", Panel)
@@ -491,7 +519,7 @@ class RunScreen(Screen[None]):
         if self.has_class("-searching"):
             self._end_search()
         elif self.view.cursor is not None:
-            self._look(cursor=None)
+            self.look(cursor=None)
         elif self.is_maximised:
             self.action_maximise()
         elif self.tab != "charts":
@@ -552,22 +580,13 @@ class RunScreen(Screen[None]):
         self.is_maximised = not self.is_maximised
         self.on_resize()
 
-    def _look(self, **changes: object) -> None:
-        self.view = moved(self.view, **changes)
-        self._draw_panels(self.model)
+    def current_chart(self) -> Panel:
+        """The panel that keys act on."""
+        return self._panel(self.panel_index)
 
-    def action_cursor(self, columns: int) -> None:
-        """Move the chart cursor by columns of the panel."""
-        steps = self._panel(self.panel_index).steps()
-        if not steps:
-            return
-        at = len(steps) - 1
-        if self.view.cursor is not None:
-            at = (
-                max(i for i, step in enumerate([-math.inf, *steps]) if step <= self.view.cursor) - 1
-            )
-            at = min(max(at + columns, 0), len(steps) - 1)
-        self._look(cursor=steps[at])
+    def draw_charts(self) -> None:
+        """Draw the panels in sight."""
+        self._draw_panels(self.model)
 
     def action_zoom(self, factor: float) -> None:
         """Show fewer or more steps: those around the cursor, else the newest."""
@@ -576,21 +595,6 @@ class RunScreen(Screen[None]):
         window = (self.window or whole) * factor
         self.window = None if window >= whole else max(window, FEWEST_STEPS_SHOWN)
         self._draw_panels(self.model)
-
-    def action_smooth(self) -> None:
-        """The next smoothing."""
-        after = SMOOTHINGS.index(self.view.smoothing) + 1
-        self._look(smoothing=SMOOTHINGS[after % len(SMOOTHINGS)])
-
-    def action_log_scale(self) -> None:
-        """Logarithmic values, or as they are."""
-        self._look(log_scale=not self.view.log_scale)
-
-    def action_markers(self) -> None:
-        """The next kind of markers, where any but ASCII may be used."""
-        names = ["ascii"] if self.ascii_only else list(MARKERS)
-        after = names.index(self.view.markers.name) + 1
-        self._look(markers=MARKERS[names[after % len(names)]])
 
     def action_pause(self) -> None:
         """Hold the picture still; reading goes on."""
@@ -640,6 +644,11 @@ class RunScreen(Screen[None]):
         source = self.query_one("#events", LineList).source
         if message.list_id == "events" and isinstance(source, EventRows):
             self._show_line(source.events[message.index].offset)
+
+    def action_chat(self) -> None:
+        """Talk with the models of the run."""
+        if not self.app.open_chat(self.source.path):  # type: ignore[attr-defined]
+            self.tell("no model to talk with yet: step 1 makes the first")
 
     # searching
 
@@ -709,19 +718,19 @@ class RunScreen(Screen[None]):
         if event.state == WorkerState.ERROR:
             self.tell(f"{event.worker.name}: {event.worker.error!r}")
 
-    # stopping
+    # stopping, and going on
 
     def action_stop(self) -> None:
         """Ask whether to stop the run; once it was asked to, again: without waiting."""
         if not self.run_goes_on:
             self.tell("nothing to stop: this run does not go on")
-        elif self.stop_asked_at is not None:
+        elif self.is_stopping:
             self.ask_to_stop()
         else:
             question = Question(
                 [
                     f"Stop {clean(_short_path(self.source.path), self.ascii_only)}?",
-                    "It saves a checkpoint first; x once more ends it without.",
+                    "It saves a checkpoint first; x again ends it without.",
                 ],
                 [("y", "stop the run", "stop"), ("n", "let it go on", "")],
             )
@@ -741,8 +750,25 @@ class RunScreen(Screen[None]):
         except (NotRunning, OSError) as error:
             self.tell(str(error))
             return
-        self.stop_asked_at = time.time()
+        before = max(self.stops_asked, 1 if (self.state or {}).get("stop") else 0)
+        self.stops_asked = before + 1
         self.draw()
+
+    def action_resume(self) -> None:
+        """Show how the run would go on, and start it after a key."""
+        if self.run_goes_on:
+            self.tell("this run goes on already")
+        elif self.state is None:
+            self.tell("nothing to go on with: this is no run of dschat")
+        else:
+            self.resume(self.source.path)
+
+    def has_resumed(self, path: Path) -> None:
+        """Look at the step that runs."""
+        self.stops_asked = 0
+        self._due.pop("state", None)
+        self.action_latest_step()
+        self.tell("it goes on")
 
 
 def _steps_range(model: LogModel) -> tuple[float, float]:

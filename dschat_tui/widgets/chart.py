@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from dschat_tui.logs.series import Column, Series
-from dschat_tui.widgets.rows import Row, Rows, Span, fit, row_text
+from dschat_tui.widgets.rows import SERIES_STYLES, Row, Rows, Span, fit, row_text
 from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, short_number
 
 AXIS_CELLS = 7
@@ -24,12 +25,15 @@ SMOOTHINGS = (0.0, 0.6, 0.9)
 # outliers are cut off only where that gives the rest this many times the room
 CLIP_GAIN = 3.0
 COLUMNS_FOR_CLIPPING = 20
+# curves of more values than this are drawn again once in so many seconds
+LONG_SERIES = 1000
+LONG_SERIES_SECONDS = 1.0
 # beyond this, differences are no numbers any more
 _GREATEST = 1e300
 _QUADRANTS = " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"
 _BRAILLE_BITS = ((1, 8), (2, 16), (4, 32), (64, 128))
 # pixels of a line that are drawn and left out, for lines that no colour tells apart
-_PATTERNS = ((1, 0), (2, 2), (1, 3))
+_PATTERNS = ((1, 0), (2, 2), (1, 3), (5, 1), (4, 4), (1, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,7 @@ class View:
     log_scale: bool = False
     markers: Markers = BRAILLE
     patterned: bool = False
+    banded: bool = True
 
     @property
     def glyphs(self) -> Glyphs:
@@ -133,7 +138,7 @@ def plot(
     first, last = _range(all_columns, named, view)
     canvas = _Canvas(plot_width, plot_height, view, scale, first, last)
     placed = [canvas.place(part) for part in all_columns]
-    for index, points in enumerate(placed):
+    for index, points in enumerate(placed if view.banded else ()):
         canvas.band(index, points)
     for index, points in enumerate(placed):
         canvas.line(index, points)
@@ -312,7 +317,7 @@ class _Canvas:
             elif bits[x]:
                 series, is_band = (owner[x] - 1) // 2, owner[x] % 2 == 1
                 sign = markers.sign(bits[x], series, is_band, glyphs)
-                its_style = f"{'band' if is_band else 'line'}{series % 3}"
+                its_style = f"{'band' if is_band else 'line'}{series % SERIES_STYLES}"
             else:
                 sign, its_style = " ", style
             if its_style != style and text:
@@ -383,7 +388,7 @@ def _title_row(
             continue
         value = series.last if view.cursor is None else _value_at(columns, view.cursor)
         sign = view.glyphs.lines[index % len(view.glyphs.lines)]
-        legend.append((f"  {sign}", f"line{index % 3}"))
+        legend.append((f"  {sign}", f"line{index % SERIES_STYLES}"))
         if name.casefold() != title.casefold():
             legend.append((f" {name}", "muted"))
         legend.append((f" {short_number(value)}", "text" if math.isfinite(value) else "bad"))
@@ -418,14 +423,23 @@ class Chart(Rows):
         self.named: Named = ()
         self.view = View()
         self._seen: tuple[object, ...] = ()
+        self._versions: list[int] = []
+        self._drawn_at = 0.0
 
     def show(self, named: Named, view: View) -> None:
         """Show series, named as the legend shall have them, if anything changed."""
-        drawn = ((name, id(series), series.version) for name, series in named)
+        drawn = ((name, id(series)) for name, series in named)
         seen = (self.title, self.empty, view, self.size, *drawn)
+        versions = [series.version for _, series in named]
         if seen == self._seen:
-            return
-        self._seen, self.named, self.view = seen, named, view
+            if versions == self._versions:
+                return
+            # a new value moves less than a pixel of a long curve
+            is_long = all(len(series) > LONG_SERIES for _, series in named)
+            if is_long and time.monotonic() - self._drawn_at < LONG_SERIES_SECONDS:
+                return
+        self._seen, self._versions, self._drawn_at = seen, versions, time.monotonic()
+        self.named, self.view = named, view
         self.redraw()
 
     def build(self, width: int, height: int) -> list[Row]:

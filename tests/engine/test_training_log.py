@@ -990,3 +990,45 @@ def test_a_full_disk_delays_a_line_and_loses_none_of_it(tmp_path: Path, monkeypa
     with (tmp_path / "log").open("w") as stream:
         log.write_line(stream, log.note("written once"))
     assert (tmp_path / "log").read_text() == "Note => written once\n"
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_many_lines_at_once_read_as_one_by_one(data) -> None:
+    blocks = [
+        [
+            LOSSES.format(step=step),
+            *SPEED,
+            f"Average reward score: 1.5 | EMA reward score: {ema}",
+            DASHES,
+        ]
+        for step, ema in enumerate(("1.25", "NA", "x"))
+    ]
+    others = [
+        "",
+        "other text",
+        "Epoch: 1, Step: 3, Rank: 0, loss = 0.5",
+        TIMER.format(e2e=3.25) + RATES,
+        log.metrics(3, {"kl": 0.5}),
+        "Metrics => step: 1, kl",
+        log.running_training(9),
+        LOSSES.format(step=7),
+        SPEED[0],
+        log.throughput(1.429, 0.5, 77.3, 26.6, 16, 512),
+        "Model Parameters: NA, Latency: xs, TFLOPs: 1, Samples/sec: 1, Time/seq 1s, "
+        "Batch Size: 1, Sequence Length: 2",
+        "average reward score: -2.0",
+    ]
+    pieces = data.draw(
+        st.lists(st.sampled_from([*blocks, *([line] for line in others)]), max_size=12)
+    )
+    lines = [line for piece in pieces for line in piece]
+    offsets = range(0, 100 * len(lines), 100)
+    at_once, one_by_one = log.LogReader(), log.LogReader()
+    records = list(at_once.feed_all(lines, offsets))
+    slowly = [
+        record for pair in zip(lines, offsets, strict=True) for record in one_by_one.feed(*pair)
+    ]
+    assert records == slowly
+    assert list(at_once.finish()) == list(one_by_one.finish())
+    assert (at_once.step, at_once.events) == (one_by_one.step, one_by_one.events)
