@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -21,13 +20,12 @@ from typing import Any
 
 import psutil
 
-from dschat_tui.runs import launch
+from dschat_tui.runs import hosts, launch
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 GIB = 2**30
 OLDEST_PYTHON = (3, 10)
 CHILD_SECONDS = 180.0
-SSH_SECONDS = 10.0
 LEAST_SHARED_MEMORY = GIB
 LEAST_DISK = 10 * GIB
 LEAST_MEMORY = 4 * GIB
@@ -63,11 +61,6 @@ for name in NAMES:
     except Exception as error:
         told["ops"][name] = False
 print("\\n" + json.dumps(told))
-"""
-VERSIONS = """
-import platform
-from importlib.metadata import version
-print(platform.python_version(), *map(version, ("torch", "deepspeed", "transformers")))
 """
 
 
@@ -295,7 +288,7 @@ def _ports() -> list[Finding]:
 def _hosts(hostfile: Path) -> list[Finding]:
     """Whether each host answers ssh without a password, and with which versions."""
     try:
-        names = hosts_of(hostfile.read_text(encoding="utf-8"))
+        names = hosts.hosts_of(hostfile.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         advice = "Give a file with lines such as 'node1 slots=8'."
         return [Finding("hostfile", "hostfile", PROBLEM, f"{hostfile}: {error}", advice)]
@@ -305,56 +298,22 @@ def _hosts(hostfile: Path) -> list[Finding]:
     if shutil.which("ssh") is None:
         advice = "Install an ssh client: the launcher reaches the other hosts with it."
         return [Finding("ssh", "ssh", PROBLEM, "not on PATH", advice)]
-    here = _output([sys.executable, "-c", VERSIONS])
-    return [_host(name, here) for name in names]
+    found = [_host(answer) for answer in hosts.ask(names)]
+    if shutil.which("pdsh") is None:
+        advice = "Install pdsh: the launcher starts the ranks of several nodes with it."
+        found.insert(0, Finding("pdsh", "pdsh", PROBLEM, "not on PATH", advice))
+    return found
 
 
-def hosts_of(text: str) -> list[str]:
-    """The hosts of a hostfile.
-
-    Raises:
-        ValueError: a line that is not 'host slots=N'.
-    """
-    names = []
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        match = re.fullmatch(r"([\w.@:\[\]-]+)\s+slots=\d+", content)
-        if match is None or match[1].startswith("-"):
-            raise ValueError(f"line {number}, {content!r}, is not 'host slots=N'")
-        names.append(match[1])
-    return names
-
-
-def _host(name: str, here: str | None) -> Finding:
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS:.0f}"]
-    remote = shlex.join([sys.executable, "-c", VERSIONS])
-    id, title = f"host_{name}", f"host {name}"
-    try:
-        done = subprocess.run(
-            ["ssh", *options, "--", name, remote],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=6 * SSH_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        advice = "See what hangs there: ssh to it, and start Python."
-        return Finding(id, title, PROBLEM, f"no answer in {6 * SSH_SECONDS:.0f} s", advice)
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
-    if done.returncode == 255:
-        advice = "Make `ssh HOST` work without a password: keys, and the host's key known."
-        return Finding(id, title, PROBLEM, said, advice)
-    if done.returncode != 0:
-        advice = f"Install the same environment at the same path there: {sys.executable}"
-        return Finding(id, title, PROBLEM, said, advice)
-    there = done.stdout.strip()
-    if here is not None and there != here.strip():
+def _host(answer: hosts.Answer) -> Finding:
+    id, title = f"host_{answer.host}", f"host {answer.host}"
+    if answer.problem:
+        return Finding(id, title, PROBLEM, answer.problem, f"{answer.advice}.")
+    if differences := answer.differences():
         advice = "Install the same versions on all hosts."
-        value = f"Python, torch, DeepSpeed, transformers: {there}; here {here.strip()}"
-        return Finding(id, title, PROBLEM, value, advice)
-    return Finding(id, title, OK, f"Python, torch, DeepSpeed, transformers: {there}")
+        return Finding(id, title, PROBLEM, differences, advice)
+    told = ", ".join(f"{name} {there}" for name, there in answer.versions.items())
+    return Finding(id, title, OK, f"{told}; {answer.gpus} GPUs")
 
 
 def _output(command: list[str]) -> str | None:

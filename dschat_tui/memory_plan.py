@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import psutil
 
-from dschat_tui.doctor import hosts_of
+from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
 from engine.config import RunConfig
 from engine.models import catalogue, embedded, folders

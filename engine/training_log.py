@@ -464,6 +464,7 @@ _SPAWNED = re.compile(r"process [0-9]+ spawned with command: ")
 _NODE = re.compile(r"nnodes=[0-9]+, num_local_procs=([0-9]{1,6}), node_rank=([0-9]+)")
 _WORLD_SIZE = re.compile(r"dist_world_size=([0-9]{1,6})")
 _DEVICES_OF_HOST = re.compile(r"'([\w.-]{1,255})': \[([0-9, ]*)\]")
+_WORKERS = re.compile(r"Running on the following workers: ([\w.,@:-]{1,60000})")
 _EXIT = re.compile(r"Process [0-9]+ exits successfully\.")
 _KILLING = re.compile(r"Killing subprocess [0-9]+")
 _OVERFLOW = re.compile(
@@ -576,6 +577,7 @@ class LogReader:
             "---==": self._read_wrapper,
             "Step ": self._read_wrapper_status,
             "Runti": self._read_wrapper_status,
+            "Runni": self._read_workers,
             "cmd =": self._read_command,
             "WORLD": self._read_world,
             "nnode": self._read_processes,
@@ -1022,6 +1024,15 @@ class LogReader:
             self._learn_step({"rlhf": "ppo"}.get(match[1], match[1]))
         elif "--actor_model_name_or_path" in message:
             self._learn_step("ppo")
+        return _NOTHING
+
+    def _read_workers(self, message: str, text: str) -> _Records | None:
+        match = _WORKERS.fullmatch(message)
+        if match is None:
+            return None
+        # before their first line: each line of theirs begins with the host's name, without a domain
+        names = [name.rpartition("@")[2] for name in match[1].split(",")]
+        self._hosts.update(names, (name.partition(".")[0] for name in names))
         return _NOTHING
 
     def _read_world(self, message: str, text: str) -> _Records | None:

@@ -14,6 +14,9 @@ from engine.config import RunConfig
 
 NO_HOSTFILE = "/dev/null"
 
+# What ranks on other nodes need of this environment.
+NODE_VARIABLES = ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE")
+
 # Left over from an outer launcher or terminal, these would mislead the launcher or its children.
 FOREIGN_VARIABLES = (
     "RANK",
@@ -77,6 +80,9 @@ def step_command(
     gpus = visible_gpus(os.environ if environment is None else environment)
     if launch.deployment == "multi_node":
         where = ["--hostfile", str(launch.hostfile), "--num_gpus", str(launch.num_accelerators)]
+        where += ["--num_nodes", str(launch.num_nodes)] if launch.num_nodes else []
+        # else a single host would be taken for this machine
+        where.append("--force_multi")
     else:
         # without --hostfile the launcher would obey a /job/hostfile that happens to be there
         where = ["--hostfile", NO_HOSTFILE]
@@ -114,6 +120,15 @@ def step_environment(config: RunConfig, environment: Mapping[str, str]) -> dict[
     clean["PATH"] = os.pathsep.join([own_programs, clean.get("PATH", os.defpath)])
     clean["PYTHONUNBUFFERED"] = "1"
     return clean
+
+
+def write_node_environment(folder: Path, environment: Mapping[str, str]) -> None:
+    """Tell DeepSpeed's launcher, by a file in its working folder, what more to set on all nodes.
+
+    By itself it takes along hardly more than PYTHONPATH.
+    """
+    lines = [f"{name}={environment[name]}\n" for name in NODE_VARIABLES if name in environment]
+    (folder / ".deepspeed_env").write_text("".join(lines), encoding="utf-8")
 
 
 def usable_cores() -> int:

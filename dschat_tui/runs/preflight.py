@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_tui.runs import launch
-from dschat_tui.runs.folder import DONE, PENDING, RUNNING, STEPS, RunFolder, Step, is_alive
+from dschat_tui.runs import hosts, launch
+from dschat_tui.runs.folder import (
+    DONE,
+    PENDING,
+    RUNNING,
+    STEPS,
+    RunFolder,
+    Step,
+    is_alive,
+    steps_of,
+)
 from engine.config import (
     ConfigError,
     DataSource,
@@ -23,6 +32,7 @@ from engine.config import (
     load_config,
     options,
 )
+from engine.config.layout import StepName
 from engine.data import schemas
 from engine.models import catalogue, embedded, folders
 from engine.planning import ModelShape
@@ -53,15 +63,21 @@ class Plan:
 def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     """Check a run of the steps `numbers` (None: all that no finished model stands in for).
 
-    The configuration that comes back has absolute paths, so that the run does not depend on the
-    folder it was started from.
+    The configuration that comes back has absolute paths and its number of nodes, so that the run
+    does not depend on the folder it was started from, nor on later changes of a hostfile.
 
     Raises:
         Refusal: with all reasons found.
     """
     config = with_absolute_paths(config)
+    _count_nodes(config)
     run = RunFolder(output)
     reasons: list[str] = []
+    if config.alignment == "dpo" and 3 in (numbers or ()):
+        reasons.append(
+            "--steps asks for step 3, which a run with alignment=dpo does not have: its step 2 "
+            "makes the model to talk to. Leave out 3, or set alignment=ppo"
+        )
     steps = wanted_steps(config, numbers)
     state = _existing_state(run, reasons)
     done = _steps_done(run, state, config)
@@ -70,7 +86,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += _check_models(config, steps)
     reasons += _check_inputs(config, steps, done)
     reasons += schemas.refusals(config, [step.number for step in steps])
-    reasons += _check_launch(config)
+    reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
     return Plan(config, run, steps)
@@ -82,15 +98,15 @@ def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) 
     reasons += _check_models(config, steps)
     if not os.access(folder, os.W_OK | os.X_OK):
         reasons.append(f"no permission to write in {folder}. Make it writable for this user")
-    return reasons + _check_disk(config, folder, steps) + _check_launch(config)
+    return reasons + _check_disk(config, folder, steps) + _check_launch(config, folder)
 
 
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
     """The steps asked for, in order; without a wish all that no finished model stands in for."""
     if numbers is not None:
-        return [step for step in STEPS if step.number in numbers]
-    replaced = {1: config.models.sft, 2: config.models.trained_reward}
-    return [step for step in STEPS if replaced.get(step.number) is None]
+        return [step for step in steps_of(config) if step.number in numbers]
+    replaced = {"sft": config.models.sft, "reward": config.models.trained_reward}
+    return [step for step in steps_of(config) if replaced.get(step.name) is None]
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -114,6 +130,18 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         if value is not None:
             setattr(section, key, str(Path(value).expanduser().absolute()))
     return copy
+
+
+def _count_nodes(config: RunConfig) -> None:
+    """Write the number of hosts into a multi_node configuration that takes all of its hostfile."""
+    options = config.launch
+    if options.deployment != "multi_node" or options.hostfile is None or options.num_nodes:
+        return
+    try:
+        found = hosts.hosts_of(Path(options.hostfile).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # a reason of its own, where the hosts are asked
+    options.num_nodes = len(found) or None
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -195,7 +223,7 @@ def _steps_done(run: RunFolder, state: dict[str, Any] | None, config: RunConfig)
     records = (state or {}).get("steps", {})
     return {
         step.number
-        for step in STEPS
+        for step in steps_of(config)
         if records.get(step.name, {}).get("state") == DONE
         and all(folders.is_complete_model(f) for f in run.model_folders(step, config.ema.enabled))
     }
@@ -283,11 +311,11 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
-    models, numbers = config.models, {step.number for step in steps}
+    models, names = config.models, {step.name for step in steps}
     reasons = []
-    if 1 in numbers:
+    if "sft" in names:
         reasons += _check_base_model("models.actor", models.actor)
-    if 2 in numbers and models.reward != "sft":
+    if "reward" in names and models.reward != "sft":
         reasons += _check_base_model("models.reward", models.reward)
     reasons += _check_lora_targets(config)
     finished = (("models.sft", models.sft), ("models.trained_reward", models.trained_reward))
@@ -305,10 +333,10 @@ def _check_lora_targets(config: RunConfig) -> list[str]:
     actor = config.models.sft or config.models.actor
     reward = config.models.trained_reward or config.models.reward
     reasons = []
-    for key, name, lora in (
-        ("actor", actor, config.actor.lora),
-        ("critic", actor if reward == "sft" else reward, config.critic.lora),
-    ):
+    adapted = [("actor", actor, config.actor.lora)]
+    if config.alignment == "ppo":
+        adapted.append(("critic", actor if reward == "sft" else reward, config.critic.lora))
+    for key, name, lora in adapted:
         model_config = _model_config(_model_folder(name))
         if not lora.rank or not lora.targets or not model_config:
             continue
@@ -339,19 +367,25 @@ def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[
     available = set(done)
     available |= {1} if models.sft else set()
     available |= {2} if models.trained_reward else set()
-    wanted = {step.number for step in steps}
-    if not wanted:
+    if not steps:
         return ["no step is left to run. Name some with --steps"]
-    for number, key in ((1, "models.sft"), (2, "models.trained_reward")):
-        if number in wanted and getattr(models, key.split(".")[1]):
-            reasons.append(
-                f"--steps asks for step {number}, which {key} stands in for. Leave out one of them"
-            )
+    for name, key in (("sft", "models.sft"), ("reward", "models.trained_reward")):
+        for step in steps:
+            if step.name == name and getattr(models, key.split(".")[1]):
+                reasons.append(
+                    f"--steps asks for step {step.number}, which {key} stands in for. Leave out "
+                    "one of them"
+                )
+    needed: dict[StepName, set[int]] = {
+        "sft": set(),
+        "reward": {1} if models.reward == "sft" else set(),
+        "ppo": {1, 2},
+        "dpo": {1},
+    }
     for step in steps:
-        needs = {1: set(), 2: {1} if models.reward == "sft" else set(), 3: {1, 2}}[step.number]
-        for missing in sorted(needs - available):
+        for missing in sorted(needed[step.name] - available):
             key = "models.sft" if missing == 1 else "models.trained_reward"
-            why = " (models.reward=sft)" if step.number == 2 else ""
+            why = " (models.reward=sft)" if step.name == "reward" else ""
             reasons.append(
                 f"step {step.number}{why} starts from the model of step {missing}, which is not "
                 f"there. Add {missing} to --steps, or set {key}=FOLDER"
@@ -360,16 +394,15 @@ def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[
     return reasons
 
 
-def _check_launch(config: RunConfig) -> list[str]:
+def _check_launch(config: RunConfig, run: Path) -> list[str]:
     reasons = []
     if launch.find_deepspeed() is None:
         reasons.append(
             "there is no 'deepspeed' command in this environment. Install dschat with its "
             "dependencies: pip install -e ."
         )
-    hostfile = config.launch.hostfile
-    if hostfile is not None and not Path(hostfile).is_file():
-        reasons.append(f"launch.hostfile={hostfile} does not exist. Give a file 'host slots=N'")
+    if config.launch.deployment == "multi_node" and config.launch.hostfile is not None:
+        return reasons + hosts.refusals(config.launch, run)
     gpus = launch.visible_gpus(os.environ)
     if gpus is not None and config.launch.num_accelerators > len(gpus):
         reasons.append(

@@ -313,6 +313,8 @@ def main() -> int:
 
     def command_of(step: Step) -> list[str]:
         port = config.launch.master_port or launch.free_port()
+        if config.launch.deployment == "multi_node":
+            launch.write_node_environment(run.step_folder(step), environment)
         return launch.step_command(config, run, step, port)
 
     environment = launch.step_environment(config, os.environ)
