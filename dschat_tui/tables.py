@@ -132,20 +132,21 @@ def _quantities(records: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def evaluation(document: dict[str, Any]) -> str:
-    """Models side by side on held-out prompts, and the reward model's accuracy."""
+    """Models side by side on held-out prompts, and the accuracy of what rates answers."""
     names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style", "kl")
     rows = [
         [model, *(_cell(values.get(name)) for name in names)]
         for model, values in document["models"].items()
     ]
     lines = [f"{document['prompts']} held-out prompts", aligned(["model", *names], rows)]
-    reward = document.get("reward_model")
-    if reward:
-        lines.append(
-            f"reward model: accuracy {_cell(reward['accuracy'])}, margin "
-            f"{_cell(reward['margin'])} on {reward['pairs']} pairs"
-        )
-        lines += [f"  {kind}: {_cell(share)}" for kind, share in reward.get("kinds", {}).items()]
+    for name in ("reward_model", "implicit_rewards"):
+        rated = document.get(name)
+        if rated:
+            lines.append(
+                f"{name.replace('_', ' ')}: accuracy {_cell(rated['accuracy'])}, margin "
+                f"{_cell(rated['margin'])} on {rated['pairs']} pairs"
+            )
+            lines += [f"  {kind}: {_cell(share)}" for kind, share in rated.get("kinds", {}).items()]
     for sample in document.get("answers", []):
         lines += ["", _one_line(sample["prompt"])]
         answers = {name: text for name, text in sample.items() if name != "prompt"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.algorithms.kl import k1
-from engine.algorithms.language_modeling import causal_lm_loss
+from engine.algorithms.language_modeling import causal_lm_loss, sequence_log_probs
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
+from engine.algorithms.preference import implicit_rewards
 from engine.config import RunConfig, load_config
 from engine.config.layout import STEP_FOLDERS
-from engine.data.batches import PairCollator, PromptCollator, SftCollator
+from engine.data.batches import LabelledPairCollator, PromptCollator, SftCollator
 from engine.data.phases import build_phase, eval_prompts
 from engine.generation.decode import build_decoder, decode
 from engine.generation.sampling import Generation, Sampling
@@ -46,7 +47,7 @@ class Bench:
 
 
 def evaluate(run: Path) -> dict[str, Any]:
-    """Measure base, SFT model, actor and its average, and the reward model, as far as they exist.
+    """Measure base, SFT model, DPO model or actor and its average, and what rates answers.
 
     Exact match is of greedy answers, style, reward and KL of answers sampled at temperature 1.
 
@@ -56,8 +57,8 @@ def evaluate(run: Path) -> dict[str, Any]:
     Returns:
         `{"prompts", "models": {name: {"perplexity", "reward_mean", "reward_std", "exact_match",
         "preferred_style", "kl"}}, "reward_model": {"accuracy", "margin", "pairs", "kinds"},
-        "answers": [...]}`; null where the data or the run has no such thing. `kl` is from the SFT
-        model, in nats an answer.
+        "implicit_rewards": the same of a DPO model, "answers": [...]}`; null where the data or the
+        run has no such thing. `kl` is from the SFT model, in nats an answer.
     """
     config = load_config(run / "run.yaml")
     folders = model_folders(config, run)
@@ -76,14 +77,17 @@ def evaluate(run: Path) -> dict[str, Any]:
     if is_complete_model(reward_folder):
         reward = RewardModel.from_pretrained(reward_folder, bench.dtype).to(device).eval()
     sft = load(bench, folders["sft"])
-    models, answers = {}, {}
+    models, answers, implicit = {}, {}, None
     for name, folder in folders.items():
         model = sft if name == "sft" else load(bench, folder)
         models[name], answers[name] = measure(bench, model, sft, reward)
+        if name == "dpo":
+            implicit = measure_implicit_rewards(bench, model, sft)
     return {
         "prompts": len(bench.prompts),
         "models": models,
         "reward_model": None if reward is None else measure_reward(bench, reward),
+        "implicit_rewards": implicit,
         "answers": [
             {
                 "prompt": prompt["prompt"][-1]["content"],
@@ -95,11 +99,12 @@ def evaluate(run: Path) -> dict[str, Any]:
 
 
 def model_folders(config: RunConfig, run: Path) -> dict[str, str]:
-    """Base, SFT model, actor and average of a run, those that exist."""
+    """Base, SFT model, DPO model, actor and average of a run, those that exist."""
     step3 = run / STEP_FOLDERS["ppo"]
     finished = config.models.sft or str(run / STEP_FOLDERS["sft"] / "model")
     candidates = {
         "sft": finished,
+        "dpo": str(run / STEP_FOLDERS["dpo"] / "model"),
         "actor": str(step3 / "actor"),
         "actor_ema": str(step3 / "actor_ema"),
     }
@@ -204,20 +209,47 @@ def perplexity(bench: Bench, model: nn.Module) -> float:
     return math.exp(loss / max(1, tokens))
 
 
-@torch.no_grad()
 def measure_reward(bench: Bench, reward: RewardModel) -> dict[str, Any] | None:
     """Accuracy and margin of the reward model on held-out pairs, also by kind of pair."""
-    if not bench.config.data.split[1]:
+    return measure_pairs(
+        bench, lambda batch: reward.scores(batch["input_ids"], batch["attention_mask"])
+    )
+
+
+def measure_implicit_rewards(bench: Bench, dpo: nn.Module, sft: nn.Module) -> dict[str, Any] | None:
+    """The same of what a model trained by DPO stands for, against the SFT model it began as."""
+
+    def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return sequence_log_probs(logits, batch["labels"])
+
+    beta = bench.config.dpo.beta
+    return measure_pairs(
+        bench, lambda batch: implicit_rewards(log_probs(dpo, batch), log_probs(sft, batch), beta)
+    )
+
+
+@torch.no_grad()
+def measure_pairs(
+    bench: Bench, rate: Callable[[dict[str, Tensor]], Tensor]
+) -> dict[str, Any] | None:
+    """Accuracy and margin of a rating on held-out pairs, also by kind of pair.
+
+    Args:
+        bench: with the data.
+        rate: from a batch of pairs to ratings `(2 * pairs,)`, all chosen, then all rejected.
+    """
+    config = bench.config
+    if not config.data.split[1]:
         return None
-    pairs = build_phase(bench.config, bench.tokenizer, "reward").eval
-    collate = PairCollator(bench.tokenizer.pad_token_id)
-    size = bench.config.reward.eval_batch_size
+    pairs = build_phase(config, bench.tokenizer, "reward").eval
+    collate = LabelledPairCollator(bench.tokenizer.pad_token_id)
+    size = (config.dpo if config.alignment == "dpo" else config.reward).eval_batch_size
     margins: list[float] = []
     for start in range(0, len(pairs), size):
-        batch = collate([pairs[row] for row in range(start, len(pairs))[:size]])
-        chosen, rejected = reward.scores(
-            batch["input_ids"].to(bench.device), batch["attention_mask"].to(bench.device)
-        ).chunk(2)
+        rows = collate([pairs[row] for row in range(start, len(pairs))[:size]])
+        batch = {name: tensor.to(bench.device) for name, tensor in rows.items()}
+        chosen, rejected = rate(batch).chunk(2)
         margins += (chosen - rejected).tolist()
     of_kind = defaultdict(list)
     for kind, margin in zip(pairs["kind"], margins, strict=True):
