@@ -7,6 +7,7 @@ import re
 import time
 from typing import Any
 
+from dschat_tui.runs import gates
 from dschat_tui.runs.folder import STEPS
 from dschat_tui.runs.results import duration, summary_text
 
@@ -30,7 +31,7 @@ def aligned(header: list[str], rows: list[list[str]]) -> str:
 
 
 def summary(state: dict[str, Any]) -> str:
-    """What each step of a run came to, from its run.json."""
+    """What each step of a run came to, and the gates that it missed, from its run.json."""
     rows = []
     for step in STEPS:
         record = state["steps"].get(step.name)
@@ -45,7 +46,8 @@ def summary(state: dict[str, Any]) -> str:
                 summary_text(step.name, record["metrics"]),
             ]
         )
-    return aligned(["step", "state", "time", "result"], rows)
+    missed = [f"gate: {plain(gates.told_whole(record))}" for record in state.get("gates", [])]
+    return "\n".join([aligned(["step", "state", "time", "result"], rows), *missed])
 
 
 def runs(described: list[dict[str, Any]]) -> str:
@@ -85,7 +87,9 @@ def run(described: dict[str, Any]) -> str:
         f"changed on resuming: {plain(str(c['key']))}: {c['before']} -> {c['after']}"
         for c in state.get("changes", [])
     ]
-    if described["standing"] in ("failed", "stopped", "lost"):
+    if described["standing"] == "paused":
+        lines.append(f'go on regardless: dschat runs resume {path} --accept "REASON"')
+    elif described["standing"] in ("failed", "stopped", "lost"):
         lines.append(f"go on: dschat run --resume {path}")
     elif described["standing"] == "running":
         lines.append(f"see it: dschat runs attach {path}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dschat_tui.commands.shared import (
+    AcceptOption,
     Assignments,
     DetachFlag,
     JsonFlag,
@@ -48,6 +49,14 @@ def run(
     ] = False,
     detach: DetachFlag = False,
     json_output: JsonFlag = False,
+    accept: AcceptOption = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard",
+            help="On a terminal: watch in the dashboard; once it is done, talk with the result.",
+        ),
+    ] = False,
 ) -> None:
     """Run the steps one after another: SFT, reward model, RLHF."""
     from dschat_tui.runs.preflight import Refusal, prepare
@@ -57,7 +66,9 @@ def run(
         given = [name for name, value in others.items() if value]
         if given:
             refuse(f"--resume goes on with a run as it is: leave out {', '.join(given)}")
-        resume_and_watch(resume, assignments or [], fix, detach, json_output)
+        resume_and_watch(
+            resume, assignments or [], fix, accept, detach, json_output, dashboard=dashboard
+        )
     if fix:
         refuse("--fix mends a run that failed: give it with --resume RUN")
     config = load_config(profile, data or [], assignments or [])
@@ -65,6 +76,8 @@ def run(
     folder = output if output is not None else _next_free(Path("output"), name)
     try:
         plan = prepare(config, folder, _step_numbers(steps))
+    if accept is not None:
+        refuse("--accept goes on with a run that waits at a gate: give it with --resume RUN")
     except Refusal as refusal:
         refuse(*refusal.reasons)
     if dry_run:
@@ -85,14 +98,20 @@ def run(
 
 
 def resume_and_watch(
-    name: str, assignments: list[str], fix: bool, detach: bool, json_output: bool
+    name: str,
+    assignments: list[str],
+    fix: bool,
+    accept: str | None,
+    detach: bool,
+    json_output: bool,
+    dashboard: bool = False,
 ) -> NoReturn:
     from dschat_tui.runs import resume, supervisor, watch
     from dschat_tui.runs.preflight import Refusal
 
     folder = find_run(name)
     try:
-        resumption = resume.prepare_resume(folder, assignments, fix)
+        resumption = resume.prepare_resume(folder, assignments, fix, accept)
         for change in resumption.changes:
             typer.echo(f"changed: {change}", err=True)
         after = "from its beginning" if resumption.after is None else f"after {resumption.after}"

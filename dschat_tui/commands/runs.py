@@ -12,6 +12,7 @@ import typer
 from dschat_tui.commands.run import resume_and_watch
 from dschat_tui.commands.shared import (
     EXIT_FAILED,
+    AcceptOption,
     Assignments,
     DetachFlag,
     JsonFlag,
@@ -96,11 +97,12 @@ def resume_run(
     run: RunArgument,
     assignments: Assignments = None,
     fix: Annotated[bool, typer.Option("--fix", help="Change what mends the failure.")] = False,
+    accept: AcceptOption = None,
     detach: DetachFlag = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Go on with a run, after the newest checkpoint of its first unfinished step."""
-    resume_and_watch(run, assignments or [], fix, detach, json_output)
+    resume_and_watch(run, assignments or [], fix, accept, detach, json_output)
 
 
 @runs_app.command()
@@ -112,14 +114,10 @@ def delete(
     """Remove a run with its models and checkpoints."""
     from dschat_tui.runs import control
     from dschat_tui.runs.folder import RunIsHeld
-    from dschat_tui.runs.processes import leftovers
 
     folder = find_run(run)
-    state = control.describe(folder)["state"]
-    if control.has_supervisor(state):
+    if control.has_supervisor(control.describe(folder)["state"]):
         refuse(f"{folder.path} is going on. Stop it first: dschat runs stop {run}")
-    if leftovers(state):
-        refuse(f"processes of {folder.path} are alive. `dschat run --resume {run}` ends them")
     if not yes:
         if not sys.stdin.isatty():
             refuse("there is no terminal to ask on. Add --yes to delete without a question")
@@ -127,7 +125,7 @@ def delete(
             raise typer.Exit(EXIT_FAILED)
     try:
         others = control.delete(folder)
-    except (OSError, RunIsHeld) as error:
+    except (control.NotDeletable, OSError, RunIsHeld) as error:
         refuse(f"cannot delete {folder.path}: {error}")
     if json_output:
         typer.echo(json.dumps({"path": str(folder.path), "kept": others}))

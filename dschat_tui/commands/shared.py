@@ -34,6 +34,10 @@ def group(help: str) -> typer.Typer:
 def refuse(*reasons: str) -> NoReturn:
     for reason in reasons:
         typer.echo(f"dschat: {reason}", err=True)
+AcceptOption = Annotated[
+    str | None,
+    typer.Option(metavar="REASON", help="Go on past a gate that was not reached, and note why."),
+]
     raise typer.Exit(EXIT_REFUSED)
 
 

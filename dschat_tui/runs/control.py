@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui.runs.folder import PENDING, RUNNING, STEPS, RunFolder, is_alive
+from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.supervisor import SAVE_SECONDS
 
 # What a listing says of a run whose run.json says running, and whose supervisor is gone.
@@ -22,6 +23,10 @@ START_SECONDS = 30.0
 
 class NotRunning(ValueError):
     """A run has no supervisor on this machine that could be asked."""
+
+
+class NotDeletable(ValueError):
+    """A run has living processes."""
 
 
 class NoSuchRun(ValueError):
@@ -125,9 +130,17 @@ def delete(run: RunFolder) -> list[str]:
     """Remove what a run made; the names of what else lies in its folder, which stays.
 
     Raises:
-        RunIsHeld: its supervisor is alive.
+        NotDeletable: its supervisor or another of its processes is alive.
+        RunIsHeld: another process looks after it.
         OSError: something cannot be removed.
     """
+    state = describe(run)["state"]
+    if has_supervisor(state):
+        raise NotDeletable(f"{run.path} is going on. Stop it first: dschat runs stop {run.path}")
+    if leftovers(state):
+        raise NotDeletable(
+            f"processes of {run.path} are alive. `dschat run --resume {run.path}` ends them"
+        )
     with run.lock(wait=False):
         for step in STEPS:
             if run.step_folder(step).exists():

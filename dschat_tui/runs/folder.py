@@ -19,6 +19,8 @@ from engine.config import RunConfig, layout
 from engine.config.layout import StepName
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
+# of a run alone: it waits at a gate between two steps
+PAUSED = "paused"
 
 # psutil derives start times from the boot time, which shifts a little when the clock is corrected
 START_TIME_TOLERANCE_SECONDS = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_tui.runs import preflight
+from dschat_tui.runs import gates, preflight
 from dschat_tui.runs.control import has_supervisor
 from dschat_tui.runs.fixes import Assignments, fix_for
 from dschat_tui.runs.folder import DONE, FAILED, PENDING, STEPS, RunFolder, Step, new_step_state
@@ -37,6 +37,7 @@ ALL_STEPS: tuple[StepName, ...] = ("sft", "reward", "ppo", "dpo")
 MAY_CHANGE: Mapping[str, tuple[StepName, ...]] = {
     "checkpoint": ANY_TIME,
     "logging": ANY_TIME,
+    "gates": ANY_TIME,
     "hybrid_engine": ANY_TIME,
     "data.cache_dir": ANY_TIME,
     "launch.master_port": ANY_TIME,
@@ -91,6 +92,7 @@ class Resumption:
     Attributes:
         steps: those that are left.
         anew: the step under way that begins anew, since its checkpoints do not fit a fix.
+        past: why the run goes on past gates that it did not reach, by the option of the gate.
     """
 
     run: RunFolder
@@ -98,6 +100,7 @@ class Resumption:
     steps: list[Step]
     changes: list[Change]
     anew: Step | None
+    past: dict[str, str]
 
     @property
     def first(self) -> Step:
@@ -111,8 +114,16 @@ class Resumption:
         return None if self.anew or not checkpoints else int(checkpoints[-1]["step"])
 
 
-def prepare_resume(run: RunFolder, assignments: list[str], fix: bool = False) -> Resumption:
+def prepare_resume(
+    run: RunFolder, assignments: list[str], fix: bool = False, accept: str | None = None
+) -> Resumption:
     """Check that a run may go on, with `key=value` changes, or those that mend its failure.
+
+    Args:
+        run: the folder of the run.
+        assignments: the changes.
+        fix: make those that mend its failure.
+        accept: why it goes on although it waits at a gate.
 
     Raises:
         Refusal: with all reasons found.
@@ -149,10 +160,12 @@ def prepare_resume(run: RunFolder, assignments: list[str], fix: bool = False) ->
     ]
     under_way = left[0] if run.checkpoints(left[0]) else None
     reasons, anew = _check_changes(changes, left, under_way, set(mending))
+    past, refused = _pass_gates(run, state, config, left, changes, accept)
+    reasons += refused
     reasons += preflight.check_machine_and_rules(config, run.path, left)
     if reasons:
         raise Refusal(reasons)
-    return Resumption(run, config, left, changes, under_way if anew else None)
+    return Resumption(run, config, left, changes, under_way if anew else None, past)
 
 
 def mending_change(run: RunFolder, state: dict[str, Any], config: RunConfig) -> Assignments:
@@ -221,6 +234,38 @@ def _check_changes(
     return reasons, anew
 
 
+def _pass_gates(
+    run: RunFolder,
+    state: dict[str, Any],
+    config: RunConfig,
+    left: list[Step],
+    changes: list[Change],
+    accept: str | None,
+) -> tuple[dict[str, str], list[str]]:
+    """Why the run goes on past each gate that it waits at, and why it must not."""
+    again = {step.name for step in left}
+    waiting = [record for record in gates.waiting(state) if record["step"] not in again]
+    if accept is not None and not waiting:
+        return {}, [f"--accept: {run.path} waits at no gate. Leave it out"]
+    if accept is not None and not accept.strip():
+        return {}, ["--accept is empty. Say why the run goes on; run.json keeps it"]
+    moved = ", ".join(str(change) for change in changes if change.key.startswith("gates."))
+    past, refused = {}, []
+    for record in waiting:
+        metrics = state["steps"][record["step"]]["metrics"]
+        missed = {found["gate"] for found in gates.missed(config, record["step"], metrics)}
+        if accept is not None:
+            past[record["gate"]] = accept.strip()
+        elif record["gate"] not in missed or config.gates.action == "warn":
+            past[record["gate"]] = f"changed {moved}"
+        else:
+            refused.append(
+                f"{run.path} is paused: {gates.told(record)}. To go on say why: "
+                f'dschat runs resume {run.path} --accept "REASON"'
+            )
+    return past, refused
+
+
 def apply(resumption: Resumption) -> None:
     """End what is left of the run's processes, and write its folder so that it can go on.
 
@@ -246,6 +291,9 @@ def apply(resumption: Resumption) -> None:
                 # the trainer forgets what it does again where it has a checkpoint to go on from
                 for name in ("metrics.jsonl", "rollouts.jsonl"):
                     (run.step_folder(step) / name).unlink(missing_ok=True)
+        for record in gates.waiting(state):
+            if record["gate"] in resumption.past:
+                gates.accept(record, resumption.past[record["gate"]])
         state.setdefault("changes", []).extend(
             {"time": time.time(), "key": c.key, "before": c.before, "after": c.after}
             for c in resumption.changes

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from dschat_tui.runs import control
 from dschat_tui.runs.folder import RUNNING, RunFolder
 from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.results import duration
+from dschat_tui.runs.supervisor import SAVE_SECONDS
 
 POLL_SECONDS = 0.2
 SECONDS_BETWEEN_NOTES = 10.0
+
+
+def stopping_text(state: dict[str, Any], requests: int, key: str) -> str:
+    """What happens to a run that was asked to stop so many times, and what `key` does now."""
+    if requests > 1:
+        return f"ending its processes ({key} again: at once)"
+    limit = SAVE_SECONDS
+    asked = state.get("stop")
+    if asked:
+        limit = max(0.0, asked["asked"] + asked["limit_seconds"] - time.time())
+    return (
+        f"stopping after this step with a checkpoint, for {duration(limit)} at most "
+        f"({key} again: without one)"
+    )
 
 
 def stop(run: RunFolder, now: bool, limit_seconds: float, note: Callable[[str], None]) -> str:

@@ -22,11 +22,12 @@ from typing import Any
 
 import psutil
 
-from dschat_tui.runs import launch
+from dschat_tui.runs import gates, launch
 from dschat_tui.runs.failures import find_cause
 from dschat_tui.runs.folder import (
     DONE,
     FAILED,
+    PAUSED,
     PENDING,
     RUNNING,
     STEPS,
@@ -38,7 +39,7 @@ from dschat_tui.runs.folder import (
 from dschat_tui.runs.guard import start_guard
 from dschat_tui.runs.processes import RUN_MARK
 from dschat_tui.runs.results import final_metrics
-from engine.config import load_config
+from engine.config import RunConfig, load_config
 from engine.models.folders import is_complete_model
 
 GRACE_SECONDS = 15.0
@@ -65,20 +66,20 @@ def start(run: RunFolder) -> subprocess.Popen[bytes]:
 
 
 class Supervisor:
-    """One run from its first pending step to the end, a failure, or a request to stop."""
+    """One run from its first pending step to the end, a failure, a gate, or a request to stop."""
 
     def __init__(
         self,
         run: RunFolder,
         command_of: Callable[[Step], list[str]],
         environment: dict[str, str],
-        ema: bool = False,
+        config: RunConfig,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self.run_folder = run
         self.command_of = command_of
         self.environment = environment
-        self.ema = ema
+        self.config = config
         self.grace_seconds = grace_seconds
         self.stop_requests = 0
         self.save_until: float | None = None
@@ -114,8 +115,12 @@ class Supervisor:
             if record is None or record["state"] != PENDING:
                 continue
             self._look_for_request()
-            asked = self.stop_requests or self.save_until is not None
-            outcome = STOPPED if asked else self._run_step(step, record)
+            if self.stop_requests or self.save_until is not None:
+                outcome = STOPPED
+            elif gates.waiting(self.state):
+                outcome = PAUSED
+            else:
+                outcome = self._run_step(step, record)
             if outcome != DONE:
                 break
         self.state |= {"state": outcome, "stop": None}
@@ -209,10 +214,13 @@ class Supervisor:
         record["metrics"] = final_metrics(step.name, folder)
         missing = [
             path.name
-            for path in self.run_folder.model_folders(step, self.ema)
+            for path in self.run_folder.model_folders(step, self.config.ema.enabled)
             if not is_complete_model(path)
         ]
         if returncode == 0 and not missing:
+            earlier = [gate for gate in self.state.get("gates", []) if gate["step"] != step.name]
+            missed = gates.missed(self.config, step.name, record["metrics"])
+            self.state["gates"] = earlier + missed
             return self._end_step(record, DONE, returncode, None)
         if self.stop_requests or (returncode == 0 and self.save_until is not None):
             return self._end_step(record, STOPPED, returncode, None)
@@ -318,7 +326,7 @@ def main() -> int:
         return launch.step_command(config, run, step, port)
 
     environment = launch.step_environment(config, os.environ)
-    return 0 if Supervisor(run, command_of, environment, config.ema.enabled).run() == DONE else 1
+    return 0 if Supervisor(run, command_of, environment, config).run() == DONE else 1
 
 
 if __name__ == "__main__":

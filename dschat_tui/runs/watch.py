@@ -18,16 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_tui import tables
 from dschat_tui.logs.follow import Follower
-from dschat_tui.runs import control
+from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import DONE, FAILED, RUNNING, STEPS, STOPPED, RunFolder, RunIsHeld, Step
+from dschat_tui.runs.folder import (
+    DONE,
+    FAILED,
+    PAUSED,
+    RUNNING,
+    STEPS,
+    STOPPED,
+    RunFolder,
+    RunIsHeld,
+    Step,
+)
 from dschat_tui.runs.results import duration
 from engine import training_log
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-EXIT_CODES = {DONE: 0, FAILED: 1, STOPPED: 130}
+EXIT_CODES = {DONE: 0, FAILED: 1, PAUSED: 1, STOPPED: 130}
 SHOWN_METRICS = {
     "sft": ("loss",),
     "reward": ("loss", "accuracy", "margin"),
@@ -196,16 +206,7 @@ class Watch:
 
     def stopping_text(self) -> str:
         """What happens to a run that was asked to stop, and what another Ctrl-C does."""
-        if self.stop_requests > 1:
-            return "ending its processes (Ctrl-C once more: at once)"
-        limit = control.SAVE_SECONDS
-        stop = self.state.get("stop")
-        if stop:
-            limit = max(0.0, stop["asked"] + stop["limit_seconds"] - time.time())
-        return (
-            f"stopping after this step with a checkpoint, for {duration(limit)} at most "
-            "(Ctrl-C once more: without one)"
-        )
+        return stopping.stopping_text(self.state, self.stop_requests, "Ctrl-C")
 
     def is_stopping(self) -> bool:
         """Whether this or another process asked the run to stop."""
@@ -249,16 +250,25 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
     elif outcome != DETACHED:
         print(tables.summary(watched.state))
     if outcome == DETACHED:
-        shown = shlex.quote(_shown_path(run.path))
-        print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
+        tell_detached(run)
         return 0
     if outcome == DONE:
-        can_talk = any(watched.state["steps"].get(s, {}).get("state") == DONE for s in TALKING)
-        if can_talk and not json_output:
+        if can_talk(watched.state) and not json_output:
             print(f"\nTalk with it: dschat chat --path {shlex.quote(_shown_path(run.path))}")
         return EXIT_CODES[DONE]
     print(_explain(run, watched.state), file=sys.stderr)
     return EXIT_CODES.get(outcome, EXIT_CODES[FAILED])
+
+
+def tell_detached(run: RunFolder) -> None:
+    """Say that a run goes on although nobody watches it any more."""
+    shown = shlex.quote(_shown_path(run.path))
+    print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
+
+
+def can_talk(state: dict[str, Any]) -> bool:
+    """Whether a step is done whose model can be talked with."""
+    return any(state.get("steps", {}).get(s, {}).get("state") == DONE for s in TALKING)
 
 
 def _ask(watched: Watch) -> str:
@@ -290,6 +300,13 @@ def _explain(run: RunFolder, state: dict[str, Any]) -> str:
                 f"dschat: step {step.number} ({step.title}) failed, {cause['id']}: "
                 f"{tables.plain(cause['line'])} -- {cause['advice']} Log: {run.training_log(step)}"
             )
+    if state["state"] == PAUSED:
+        told = "; ".join(gates.told(record) for record in gates.waiting(state))
+        shown = shlex.quote(_shown_path(run.path))
+        return (
+            f"dschat: paused: {told}. Look at it: dschat runs show {shown}. To go on say why: "
+            f'dschat runs resume {shown} --accept "REASON"'
+        )
     if state["state"] == STOPPED:
         return (
             "dschat: stopped; nothing of the run is left running. Go on: dschat run --resume "
@@ -321,11 +338,16 @@ class _Lines:
         self.watched = watched
         self.shown = ("", "")
         self.warnings = 0
+        self.gates = len(watched.state.get("gates", []))
         self.last = 0.0
         print(f"run: {watched.run.path}", file=sys.stderr)
 
     def __call__(self) -> None:
         progress = self.watched.progress
+        missed = self.watched.state.get("gates", [])
+        for record in missed[self.gates :]:
+            print(f"gate: {gates.told(record)}", file=sys.stderr)
+        self.gates = len(missed)
         if self.watched.is_stopping():
             told = ("", f"stopping {self.watched.stop_requests > 1}")
             if self.shown != told:
@@ -406,6 +428,8 @@ class _LivePicture:
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
         if watched.progress is not None and watched.progress.warnings:
             lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
+        for record in watched.state.get("gates", []):
+            lines.append(Text(f"gate: {gates.told_whole(record)}", style="yellow"))
         if watched.is_stopping():
             lines.append(Text(watched.stopping_text(), style="yellow"))
         return Group(*lines)

@@ -490,6 +490,26 @@ class PpoConfig(StepConfig):
     adam_eps: PositiveFloat = option(1e-5, "Adam epsilon", "Epsilon of the optimizers of step 3")
 
 
+class GatesConfig(Section):
+    """What steps 1 and 2 must reach for the run to go on by itself."""
+
+    sft_perplexity: PositiveFloat | None = option(
+        None, "Perplexity gate", "Highest held-out perplexity after step 1; empty: no gate"
+    )
+    reward_accuracy: Share | None = option(
+        None, "Accuracy gate", "Lowest held-out accuracy after step 2; empty: no gate"
+    )
+    reward_margin: float | None = option(
+        None, "Margin gate", "Lowest held-out margin of the scores after step 2; empty: no gate"
+    )
+    action: Literal["pause", "warn"] = option(
+        "pause",
+        "At a gate",
+        "Where a gate is not reached. pause: wait for a person's reason to go on; warn: note it "
+        "and go on",
+    )
+
+
 class LoggingConfig(Section):
     """What a run writes beside its models."""
 
@@ -557,6 +577,9 @@ class RunConfig(Section):
     reward: RewardConfig = section(RewardConfig, "Step 2: reward model", "Learning to score")
     dpo: DpoConfig = section(DpoConfig, "Step 2: DPO", "Direct preference optimisation")
     ppo: PpoConfig = section(PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward")
+    gates: GatesConfig = section(
+        GatesConfig, "Gates", "What steps 1 and 2 must reach for the run to go on by itself"
+    )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, "Checkpoints", "What a run keeps to go on after a stop"
     )

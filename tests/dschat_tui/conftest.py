@@ -41,6 +41,7 @@ import os, sys
 from pathlib import Path
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.supervisor import Supervisor
+from engine.config import load_config
 
 run, scripts, grace = RunFolder(Path(sys.argv[1])), Path(sys.argv[2]), float(sys.argv[3])
 program = sys.argv[4]
@@ -48,7 +49,8 @@ program = sys.argv[4]
 def command_of(step):
     return [program, str(scripts / f"{step.name}.py"), str(run.step_folder(step))]
 
-Supervisor(run, command_of, dict(os.environ), grace_seconds=grace).run()
+config = load_config(run.config_file)
+Supervisor(run, command_of, dict(os.environ), config, grace_seconds=grace).run()
 """
 
 FINISHES = {
@@ -61,13 +63,13 @@ FINISHES = {
 class FakeRun:
     """A created run whose steps are scripts, and its supervisor as a real process."""
 
-    def __init__(self, folder: Path, **scripts: str) -> None:
+    def __init__(self, folder: Path, config: RunConfig | None, **scripts: str) -> None:
         self.scripts = folder / "scripts"
         self.scripts.mkdir(parents=True)
         for name, script in {**FINISHES, **scripts}.items():
             (self.scripts / f"{name}.py").write_text(PRELUDE + script + "\n")
         self.run = RunFolder(folder / "run")
-        self.run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
+        self.run.create(to_yaml(config or RunConfig()), "fake", list(STEPS[:3]))
 
     def supervisor_command(
         self, grace_seconds: float = 5.0, program: str = sys.executable
@@ -125,8 +127,8 @@ def fake_run(tmp_path: Path):
     """Make a run of fake steps; whatever it leaves behind is ended after the test."""
     made: list[FakeRun] = []
 
-    def make(**scripts: str) -> FakeRun:
-        made.append(FakeRun(tmp_path / f"fake{len(made)}", **scripts))
+    def make(config: RunConfig | None = None, **scripts: str) -> FakeRun:
+        made.append(FakeRun(tmp_path / f"fake{len(made)}", config, **scripts))
         return made[-1]
 
     yield make

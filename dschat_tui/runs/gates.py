@@ -1,0 +1,104 @@
+"""Gates between the steps: what a finished step must have reached for the next to begin.
+
+run.json has a record of every gate that was not reached, under `gates`: the option, the step, the
+reading, the threshold, the action (pause or warn), when, and who goes on regardless, with which
+reason (`accepted`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_tui.runs.folder import DONE, STEPS
+from dschat_tui.runs.results import Record
+from engine.config import RunConfig, get_value
+from engine.config.layout import StepName
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A threshold of the configuration on one of the final metrics of a step."""
+
+    key: str
+    step: StepName
+    metric: str
+    title: str
+    is_upper: bool
+
+
+GATES = (
+    Gate("gates.sft_perplexity", "sft", "ppl_after", "perplexity", True),
+    Gate("gates.reward_accuracy", "reward", "accuracy", "accuracy", False),
+    Gate("gates.reward_margin", "reward", "margin", "margin", False),
+)
+_BY_KEY = {gate.key: gate for gate in GATES}
+
+
+def missed(config: RunConfig, step: str, metrics: Record) -> list[Record]:
+    """Records of the gates that a step's final metrics do not reach; one without a reading is."""
+    found = []
+    for gate in GATES:
+        threshold = get_value(config, gate.key)
+        if gate.step != step or threshold is None:
+            continue
+        reading = metrics.get(gate.metric)
+        if not _reaches(reading, threshold, gate.is_upper):
+            found.append(
+                {
+                    "gate": gate.key,
+                    "step": step,
+                    "reading": reading,
+                    "threshold": threshold,
+                    "action": config.gates.action,
+                    "time": time.time(),
+                    "accepted": None,
+                }
+            )
+    return found
+
+
+def _reaches(reading: Any, threshold: float, is_upper: bool) -> bool:
+    # metrics have NaN as text
+    if not isinstance(reading, (int, float)):
+        return False
+    return reading <= threshold if is_upper else reading >= threshold
+
+
+def waiting(state: Record) -> list[Record]:
+    """The gates of a run's finished steps that wait for a reason to go on."""
+    return [
+        record
+        for record in state.get("gates", [])
+        if record["action"] == "pause"
+        and record["accepted"] is None
+        and state["steps"].get(record["step"], {}).get("state") == DONE
+    ]
+
+
+def accept(record: Record, reason: str) -> None:
+    """Note that the run goes on regardless of a gate."""
+    record["accepted"] = {"time": time.time(), "reason": reason}
+
+
+def told(record: Record) -> str:
+    """What a gate's record says, as one line for a person."""
+    gate = _BY_KEY[record["gate"]]
+    step = next(step for step in STEPS if step.name == record["step"])
+    reading = record["reading"]
+    if reading is None:
+        return f"step {step.number} ({step.title}) told no {gate.title} to hold against {gate.key}"
+    side = "above" if gate.is_upper else "below"
+    number = f"{reading:.4g}" if isinstance(reading, float) else str(reading)
+    return (
+        f"step {step.number} ({step.title}) ended with {gate.title} {number}, "
+        f"{side} {gate.key} = {record['threshold']:g}"
+    )
+
+
+def told_whole(record: Record) -> str:
+    """The same with what became of it."""
+    if record["accepted"] is not None:
+        return f"{told(record)}; gone on: {record['accepted']['reason']}"
+    return told(record)
