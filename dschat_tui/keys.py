@@ -69,11 +69,42 @@ KEYS = (
 
 def bindings(scope: str) -> list[BindingType]:
     """Textual's bindings of one scope."""
+    Key("run", "run.resume", "u", "resume", "go on with a run that stopped or waits", "u"),
     return [
         Binding(key.keys, key.action, key.description, show=False, id=key.id, priority=False)
         for key in KEYS
         if key.scope == scope
     ]
+    Key("run", "run.chat", "t", "chat", "talk with its model", "t", 33),
+    Key("chat", "chat.back", "escape", "back", "stop the answer, else leave", "esc", 1),
+    Key("chat", "chat.beside", "ctrl+n", "beside", "another model beside it", "ctrl+n", 2),
+    Key("chat", "chat.hear", "tab", "hear", "who hears you", "tab", 3),
+    Key("chat", "chat.up", "pageup", "scroll(-1)", "up", "pgup", 4),
+    Key("chat", "chat.down", "pagedown", "scroll(1)", "down", "pgdn", 5),
+    Key("runs", "runs.back", "escape", "back", "back", "esc"),
+    Key("runs", "runs.open", "o", "open", "open", "enter", 1),
+    Key("runs", "runs.mark", "m", "mark", "mark", "m", 2),
+    Key("runs", "runs.compare", "c", "compare", "compare the marked", "c", 3),
+    Key("runs", "runs.stop", "x", "stop", "stop", "x", 4),
+    Key("runs", "runs.resume", "u", "resume", "go on", "u", 5),
+    Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),
+    Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6),
+    Key("compare", "compare.back", "escape", "back", "back", "esc", 1),
+    Key("compare", "compare.step1", "1", "show_step(0)", "step 1", "1"),
+    Key("compare", "compare.step2", "2", "show_step(1)", "step 2", "2"),
+    Key("compare", "compare.step3", "3", "show_step(2)", "step 3", "3"),
+    Key("compare", "compare.step4", "4", "show_step(3)", "DPO beside RLHF", "4"),
+    Key("compare", "compare.next", "tab", "panel(1)", "panel", "tab", 3),
+    Key("compare", "compare.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
+    Key("compare", "compare.maximise", "m", "maximise", "maximise", "m", 4),
+    Key("compare", "compare.differences", "d", "differences", "differences", "d", 2),
+    Key("compare", "compare.left", "left", "cursor(-1)", "cursor to the left", "left"),
+    Key("compare", "compare.right", "right", "cursor(1)", "cursor", "right", 5),
+    Key("compare", "compare.far_left", "shift+left", "cursor(-10)", "ten columns", "shift+left"),
+    Key("compare", "compare.far_right", "shift+right", "cursor(10)", "ten columns", "shift+right"),
+    Key("compare", "compare.smooth", "o", "smooth", "smoothing", "o", 6),
+    Key("compare", "compare.log_scale", "g", "log_scale", "log scale", "g", 7),
+    Key("compare", "compare.markers", "b", "markers", "braille, blocks or ASCII", "b"),
 
 
 def hints(*scopes: str) -> list[tuple[str, str]]:

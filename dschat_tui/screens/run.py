@@ -14,7 +14,7 @@ from textual.worker import Worker, WorkerState
 
 from dschat_tui import keys
 from dschat_tui.logs.feed import Feed, History, NewRows, News, Problem
-from dschat_tui.logs.health import CHECK, Verdict, Vitals, seconds_a_step, verdicts
+from dschat_tui.logs.health import CHECK, NOTE, Verdict, Vitals, seconds_a_step, verdicts
 from dschat_tui.logs.lines import LogLines
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.replay import Replay
@@ -298,7 +298,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         if self.tab == "charts" or self.size.height >= 30:
             self._draw_panels(model)
         if self._is_due("health", HEALTH_SECONDS):
-            self.verdicts = verdicts(self._vitals(model))
+            self.verdicts = [*self._missed_gates(), *verdicts(self._vitals(model))]
         warned = sum(verdict.level == CHECK for verdict in self.verdicts)
         badges = {"health": f"{self.glyphs.check}{warned}"} if warned else {}
         self.query_one("#tabs", TabBar).show(self.tab, badges)
@@ -311,6 +311,27 @@ class RunScreen(ChartKeys, ResumingScreen):
         }
         if self.tab in draw:
             draw[self.tab](model)
+
+    def _missed_gates(self) -> list[Verdict]:
+        records = (self.state or {}).get("gates", [])
+        found = [record for record in records if record["step"] == self.key]
+        if not found or self.speed is not None:
+            return []
+        from dschat_tui.runs.gates import told
+
+        return [
+            Verdict(
+                "gate",
+                CHECK if record["accepted"] is None else NOTE,
+                "gate",
+                told(record),
+                f"{record['gate']} = {record['threshold']:g}",
+                "reached before the next step begins"
+                if record["accepted"] is None
+                else f"reached; gone on: {record['accepted']['reason']}",
+            )
+            for record in found
+        ]
 
     def _vitals(self, model: LogModel) -> Vitals:
         key = self.key

@@ -1,74 +1,125 @@
-"""The runs of a folder, newest first; enter opens one."""
+"""The runs of a folder, newest first: open, compare, stop, go on, delete."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.cells import set_cell_size
+from textual import work
 from textual.app import ComposeResult
-from textual.screen import Screen
+from textual.worker import Worker, WorkerState
 
 from dschat_tui import keys
-from dschat_tui.logs.source import Source, find_source
+from dschat_tui.logs.source import find_source
+from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.resuming import ResumingScreen
 from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.lines import LineList, Nothing
-from dschat_tui.widgets.rows import Row
-from dschat_tui.widgets.text import clean
+from dschat_tui.widgets.rows import SERIES_STYLES, Row
+from dschat_tui.widgets.stepper import STATE_STYLES, state_sign
+from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+
+if TYPE_CHECKING:
+    from dschat_tui.runs.history import PastRun
 
 REFRESH_SECONDS = 2.0
+TOLD_SECONDS = 6.0
+NAME_CELLS, STANDING_CELLS, STEPS_CELLS, WHEN_CELLS = 20, 10, 4, 12
+WIDTH_FOR_WHEN = 80
+FEWEST_COMPARED, MOST_COMPARED = 2, SERIES_STYLES
 
 
 class RunRows:
-    """A row a run: its folder, state, steps, and when it changed."""
+    """A row a run: whether it is marked, its name, state, steps, when it changed, what came out."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = sources
+    def __init__(
+        self, runs: Sequence[PastRun], marked: Collection[Path], width: int, glyphs: Glyphs
+    ) -> None:
+        self.runs = runs
+        self._marked = marked
+        self._with_time = width >= WIDTH_FOR_WHEN
+        self._glyphs = glyphs
 
     @property
     def count(self) -> int:
         """How many runs there are."""
-        return len(self.sources)
+        return len(self.runs)
+
+    @property
+    def head(self) -> Row:
+        """What stands above the columns."""
+        when = f"{'changed':<{WHEN_CELLS}}" if self._with_time else ""
+        text = (
+            f"  {'run':<{NAME_CELLS}} {'state':<{STANDING_CELLS}}{'123':<{STEPS_CELLS}}{when}result"
+        )
+        return [(text, "muted")]
 
     def rows(self, first: int, count: int, shift: int) -> list[Row]:
         """Rows from `first` on."""
-        return [self._row(source) for source in self.sources[first : first + count]]
+        return [self._row(run, shift) for run in self.runs[first : first + count]]
 
-    def _row(self, source: Source) -> Row:
-        state = source.read_state() or {}
-        steps = ", ".join(
-            f"{name} {record.get('state', '?')}" for name, record in state.get("steps", {}).items()
-        )
-        updated = state.get("updated")
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(updated)) if updated else ""
+    def _row(self, run: PastRun, shift: int) -> Row:
+        glyphs, is_ascii = self._glyphs, self._glyphs is ASCII
+        mark = "* " if run.path in self._marked else "  "
+        name = clean(run.path.name, is_ascii)
+        if len(name) > NAME_CELLS:
+            name = name[: NAME_CELLS - 1] + glyphs.cut
+        standing = clean(run.standing, is_ascii)
+        steps = "".join(state_sign(state, glyphs) for state in run.steps)
+        when = ""
+        if self._with_time and run.updated is not None:
+            when = time.strftime("%m-%d %H:%M", time.localtime(run.updated))
         return [
-            (f" {clean(source.path.name):<24} ", "strong"),
-            (f"{state.get('state', 'unknown')!s:<9} ", "text"),
-            (f"{when:<17} {clean(steps)}", "muted"),
+            (mark, "warn"),
+            (set_cell_size(name, NAME_CELLS) + " ", "strong"),
+            (f"{standing:<{STANDING_CELLS}}", STATE_STYLES.get(run.standing, "warn")),
+            (f"{steps:<{STEPS_CELLS}}", "text"),
+            (f"{when:<{WHEN_CELLS}}" if self._with_time else "", "muted"),
+            (clean(run.result, is_ascii)[shift:], "text"),
         ]
 
 
-def find_runs(folder: Path) -> list[Source]:
-    """The runs in a folder, the one that changed last first."""
-    files = [(file.stat().st_mtime, file) for file in folder.glob("*/run.json")]
-    return [find_source(file.parent) for _, file in sorted(files, reverse=True)]
+class RunsScreen(ResumingScreen):
+    """The list of runs, and the one under the cursor in detail."""
 
-
-class RunsScreen(Screen[None]):
-    """The list of runs."""
+    CSS_PATH = "runs.tcss"
+    BINDINGS = keys.bindings("runs")
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (22, "-tall")]  # noqa: RUF012
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        self.runs: list[PastRun] = []
+        self.marked: set[Path] = set()
+        self._is_reading = False
+        self._told, self._told_until = "", 0.0
+
+    @property
+    def glyphs(self) -> Glyphs:
+        """The signs to draw with."""
+        return ASCII if self.app.has_class("-ascii") else UNICODE
+
+    @property
+    def chosen(self) -> PastRun | None:
+        """The run under the cursor."""
+        cursor = self.query_one("#runs", LineList).cursor
+        return self.runs[cursor] if cursor < len(self.runs) else None
 
     def compose(self) -> ComposeResult:
-        """A title, the list, the keys."""
+        """A title, the list, the run under the cursor, the keys."""
         yield Line(id="runs-title")
+        yield Line(id="runs-head")
         yield LineList(id="runs")
+        yield Line(id="runs-details")
         yield Line(id="runs-keys")
 
     def on_mount(self) -> None:
         """Read the folder now and every two seconds."""
+        self.query_one("#runs", LineList).show(Nothing("reading"))
+        self.query_one("#runs", LineList).focus()
         self.set_interval(REFRESH_SECONDS, self.read)
         self.call_after_refresh(self.read)
 
@@ -76,22 +127,193 @@ class RunsScreen(Screen[None]):
         """Read the folder when this screen comes back."""
         self.call_after_refresh(self.read)
 
+    def on_resize(self) -> None:
+        """Draw for the new width."""
+        self.call_after_refresh(self.draw)
+
     def read(self) -> None:
-        """Show the runs that there are now."""
-        sources = find_runs(self.folder)
-        self.query_one("#runs-title", Line).show([(f" runs in {self.folder}", "strong")])
-        shown: Row = [(" enter", "strong"), (" open ", "muted")]
-        for display, description in keys.hints("app"):
-            shown += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#runs-keys", Line).show(shown)
-        runs = self.query_one("#runs", LineList)
+        """Look at the runs that there are now."""
+        if not self._is_reading and self.is_current:
+            self._is_reading = True
+            self._read_folder()
+
+    @work(thread=True, exit_on_error=False, group="runs")
+    def _read_folder(self) -> None:
+        from dschat_tui.runs.history import history
+
+        try:
+            runs = history(self.folder)
+        finally:
+            self._is_reading = False
+        self.app.call_from_thread(self.show_runs, runs)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Say what went wrong beside the screen."""
+        if event.state == WorkerState.ERROR:
+            self.tell(f"{event.worker.name}: {event.worker.error!r}")
+
+    def show_runs(self, runs: list[PastRun]) -> None:
+        """Show these runs, the cursor on the run that it was on."""
+        listed, before = self.query_one("#runs", LineList), self.chosen
+        self.runs = runs
+        self.marked &= {run.path for run in runs}
+        paths = [run.path for run in runs]
+        if before is not None and before.path in paths:
+            listed.cursor = paths.index(before.path)
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw what has changed."""
+        if not self.is_mounted or not self.size.width:
+            return
+        is_ascii = self.glyphs is ASCII
+        title: Row = [(f" runs in {clean(str(self.folder), is_ascii)}", "strong")]
+        if self.marked:
+            title.append((f"  {len(self.marked)} marked", "text"))
+        if time.monotonic() < self._told_until:
+            title.append((f"  {clean(self._told, is_ascii)}", "warn"))
+        self.query_one("#runs-title", Line).show(title)
+        rows = RunRows(self.runs, self.marked, self.size.width, self.glyphs)
+        self.query_one("#runs-head", Line).show(rows.head)
+        listed = self.query_one("#runs", LineList)
         none = f"no runs in {self.folder.absolute()}; `dschat run` makes one"
-        runs.show(RunRows(sources) if sources else Nothing(none))
-        if self.focused is None:
-            runs.focus()
+        listed.show(rows if self.runs else Nothing(clean(none, is_ascii)))
+        self._draw_details()
+        hints: Row = []
+        for display, description in keys.hints("runs", "app"):
+            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
+        self.query_one("#runs-keys", Line).show(hints)
+
+    def _draw_details(self) -> None:
+        is_ascii, run = self.glyphs is ASCII, self.chosen
+        lines = run.details if run else ()
+        shown: list[Row] = [[(clean(line, is_ascii), "text")] for line in lines]
+        self.query_one("#runs-details", Line).show(*shown)
+
+    def tell(self, text: str) -> None:
+        """Show a text in the title for some seconds."""
+        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
+        self.draw()
+
+    def on_line_list_moved(self, message: LineList.Moved) -> None:
+        """Show the run under the cursor in detail."""
+        self._draw_details()
 
     def on_line_list_picked(self, message: LineList.Picked) -> None:
-        """Open a run."""
-        source = self.query_one("#runs", LineList).source
-        if isinstance(source, RunRows):
-            self.app.open_run(source.sources[message.index])  # type: ignore[attr-defined]
+        """Open the run under the cursor."""
+        self.action_open()
+
+    def action_open(self) -> None:
+        """Open a run; one that goes on is attached, and left again without ending it."""
+        run = self.chosen
+        if run is not None:
+            self.app.open_run(find_source(run.path))  # type: ignore[attr-defined]
+
+    def action_back(self) -> None:
+        """Back to the screen before."""
+        if len(self.app.screen_stack) > 2:
+            self.app.pop_screen()
+
+    def action_mark(self) -> None:
+        """Mark the run to be compared, or take the mark away; then the next row."""
+        run = self.chosen
+        if run is not None:
+            self.marked ^= {run.path}
+            self.query_one("#runs", LineList).action_line(1)
+            self.draw()
+
+    def action_compare(self) -> None:
+        """Compare the marked runs; one alone with that under the cursor."""
+        run = self.chosen
+        wanted = set(self.marked)
+        if len(wanted) == 1 and run is not None:
+            wanted.add(run.path)
+        if not FEWEST_COMPARED <= len(wanted) <= MOST_COMPARED:
+            self.tell(f"mark {FEWEST_COMPARED} to {MOST_COMPARED} runs with m, then c")
+            return
+        from dschat_tui.screens.compare import CompareScreen
+
+        # oldest first: that one is what the others are held against
+        paths = [run.path for run in reversed(self.runs) if run.path in wanted]
+        self.app.push_screen(CompareScreen(paths))
+
+    def action_stop(self) -> None:
+        """Ask whether to stop the run; one that is stopping already, whether to end it."""
+        run = self.chosen
+        if run is None:
+            return
+        if not run.goes_on:
+            self.tell(f"nothing to stop: {run.path.name} does not go on")
+            return
+        lines = [f"Stop {clean(run.path.name, self.glyphs is ASCII)}?"]
+        lines.append("It saves a checkpoint first; x again ends it without.")
+        if run.is_stopping:
+            lines[1] = "It is stopping already. This ends it without a checkpoint."
+        question = Question(lines, [("y", "stop it", "stop"), ("n", "leave it", "")])
+
+        def answered(answer: str | None) -> None:
+            if answer:
+                self._stop(run)
+
+        self.app.push_screen(question, answered)
+
+    @work(thread=True, exit_on_error=False, group="stop")
+    def _stop(self, past: PastRun) -> None:
+        from dschat_tui.runs import control, stopping
+        from dschat_tui.runs.folder import RunFolder
+
+        run = RunFolder(past.path)
+        try:
+            control.ask_to_stop(run)
+        except (control.NotRunning, OSError) as error:
+            self.app.call_from_thread(self.tell, str(error))
+            return
+        told = stopping.stopping_text(run.read_state() or {}, 2 if past.is_stopping else 1, "x")
+        self.app.call_from_thread(self.tell, f"{past.path.name}: {told}")
+        self.app.call_from_thread(self.read)
+
+    def action_resume(self) -> None:
+        """Show how the run would go on, and start it after a key."""
+        if self.chosen is not None:
+            self.resume(self.chosen.path)
+
+    def has_resumed(self, path: Path) -> None:
+        """Say so, and look."""
+        self.tell(f"{path.name} goes on")
+        self.read()
+
+    def action_delete(self) -> None:
+        """Ask whether to remove the run."""
+        run = self.chosen
+        if run is None:
+            return
+        if run.goes_on:
+            self.tell(f"{run.path.name} is going on; stop it first")
+            return
+        question = Question(
+            [
+                f"Delete {clean(str(run.path), self.glyphs is ASCII)}",
+                "with its models and checkpoints?",
+            ],
+            [("n", "keep it", ""), ("y", "delete it", "delete")],
+        )
+
+        def answered(answer: str | None) -> None:
+            if answer:
+                self._delete(run.path)
+
+        self.app.push_screen(question, answered)
+
+    @work(thread=True, exit_on_error=False, group="delete")
+    def _delete(self, path: Path) -> None:
+        from dschat_tui.runs import control
+        from dschat_tui.runs.folder import RunFolder, RunIsHeld
+
+        try:
+            kept = control.delete(RunFolder(path))
+        except (control.NotDeletable, OSError, RunIsHeld) as error:
+            self.app.call_from_thread(self.tell, f"not deleted: {error}")
+            return
+        told = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
+        self.app.call_from_thread(self.tell, told)
+        self.app.call_from_thread(self.read)

@@ -19,6 +19,8 @@ from dschat_tui.widgets.text import ASCII, UNICODE
 Span = tuple[str, str]
 Row = list[Span]
 
+# so many series have a style of their own, and of its band
+SERIES_STYLES = 6
 # of each style: a variable of the theme, its share over the background, and attributes
 STYLES = {
     "text": ("foreground", 1.0, ""),
@@ -31,9 +33,15 @@ STYLES = {
     "line0": ("primary", 1.0, ""),
     "line1": ("warning", 1.0, ""),
     "line2": ("success", 1.0, ""),
+    "line3": ("accent", 1.0, ""),
+    "line4": ("error", 1.0, ""),
+    "line5": ("secondary", 1.0, ""),
     "band0": ("primary", 0.45, ""),
     "band1": ("warning", 0.45, ""),
     "band2": ("success", 0.45, ""),
+    "band3": ("accent", 0.45, ""),
+    "band4": ("error", 0.45, ""),
+    "band5": ("secondary", 0.45, ""),
 }
 
 

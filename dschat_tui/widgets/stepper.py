@@ -10,11 +10,12 @@ from rich.cells import cell_len
 from dschat_tui.widgets.rows import Row, fit, row_text
 from dschat_tui.widgets.text import Glyphs, duration
 
-_STYLES = {
+STATE_STYLES = {
     "done": "good",
     "running": "strong",
     "failed": "bad",
     "stopped": "warn",
+    "paused": "warn",
     "pending": "muted",
     "unknown": "warn",
 }
@@ -49,7 +50,8 @@ def stepper_row(steps: Sequence[StepView], width: int, glyphs: Glyphs) -> Row:
     return fit(row, width, glyphs.cut)
 
 
-def _step(step: StepView, detail: int, glyphs: Glyphs) -> Row:
+def state_sign(state: str, glyphs: Glyphs) -> str:
+    """The sign of a step's state."""
     signs = {
         "done": glyphs.done,
         "running": glyphs.running,
@@ -57,11 +59,15 @@ def _step(step: StepView, detail: int, glyphs: Glyphs) -> Row:
         "stopped": glyphs.stopped,
         "pending": glyphs.pending,
     }
-    style = _STYLES.get(step.state, "text")
+    return signs.get(state, "?")
+
+
+def _step(step: StepView, detail: int, glyphs: Glyphs) -> Row:
+    style = STATE_STYLES.get(step.state, "text")
     name = f"{step.number} {step.title}" if step.number else step.title
     name = f"[{name}]" if step.is_shown else f" {name} "
     row: Row = [(name, "chosen" if step.is_shown else style)]
-    row.append((f" {signs.get(step.state, '?')}", style))
+    row.append((f" {state_sign(step.state, glyphs)}", style))
     if detail >= 1 and step.state not in ("pending", "done"):
         row.append((f" {step.state}", style))
     if detail >= 2:

@@ -72,7 +72,7 @@ class Glyphs:
     below: str
     cursor: str
     parts: tuple[str, str, str]
-    lines: tuple[str, str, str]
+    lines: tuple[str, ...]
     check: str
     cut: str
 
@@ -92,7 +92,7 @@ UNICODE = Glyphs(
     below="↓",
     cursor="│",
     parts=("█", "▒", "░"),
-    lines=("━", "┄", "┈"),
+    lines=("━", "┄", "┈", "╍", "═", "╌"),
     check="▲",
     cut="…",
 )
@@ -111,7 +111,7 @@ ASCII = Glyphs(
     below="v",
     cursor="|",
     parts=("#", "=", "."),
-    lines=("*", "o", "+"),
+    lines=("*", "o", "+", "x", "=", "%"),
     check="!",
     cut="~",
 )

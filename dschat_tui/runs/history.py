@@ -1,0 +1,135 @@
+"""The runs of a folder as a list shows them, and what two or more of them differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_tui import tables
+from dschat_tui.runs import control, gates
+from dschat_tui.runs.folder import FAILED, STEPS, RunFolder
+from engine.config import ConfigError, read_yaml
+
+# the final metric that a list has room for, by step, and what it is called there
+FINAL = {
+    "sft": ("perplexity", "ppl_after"),
+    "reward": ("accuracy", "accuracy"),
+    "ppo": ("reward", "reward_last"),
+    "dpo": ("accuracy", "accuracy"),
+}
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """One run: its standing, the state of each of its steps, what came out."""
+
+    path: Path
+    standing: str
+    steps: tuple[str, ...]
+    updated: float | None
+    result: str
+    details: tuple[str, ...]
+    is_stopping: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its supervisor is alive or about to be."""
+        return self.standing in ("running", "pending")
+
+
+def history(folder: Path) -> list[PastRun]:
+    """The runs in a folder, the one that changed last first."""
+    return [_past(run) for run in control.find_runs([folder])]
+
+
+def _past(run: RunFolder) -> PastRun:
+    described = control.describe(run)
+    state = described["state"]
+    try:
+        return PastRun(
+            path=run.path,
+            standing=described["standing"],
+            steps=tuple(str(record["state"]) for record in state["steps"].values()),
+            updated=state.get("updated"),
+            result=described["problem"] or _result(state),
+            details=tuple(tables.run(described).split("\n")),
+            is_stopping=bool(state.get("stop")),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        # JSON, but not as this version of dschat writes it
+        told = f"run.json is not understood: {error!r}"
+        return PastRun(run.path, "unreadable", (), None, told, (told,))
+
+
+def _result(state: Mapping[str, Any]) -> str:
+    parts = [f"waits: {gates.told(record)}" for record in gates.waiting(dict(state))]
+    for step in STEPS:
+        record = state["steps"].get(step.name, {})
+        title, metric = FINAL[step.name]
+        value = record.get("metrics", {}).get(metric)
+        if value is not None:
+            parts.append(f"{title} {_short(value)}")
+        if record.get("state") == FAILED and record.get("cause"):
+            parts.append(f"{record['cause']['id']}: {record['cause']['line']}")
+    return ", ".join(parts)
+
+
+def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Options whose values differ between configurations, each with its value in every one."""
+    return _differing([dict(_leaves(config)) for config in configs])
+
+
+def final_metrics(states: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The final metrics of all steps, each with its value in every run."""
+    tables_of_runs = [
+        {
+            f"{step.title}: {name.replace('_', ' ')}": _short(value)
+            for step in STEPS
+            for name, value in state["steps"].get(step.name, {}).get("metrics", {}).items()
+        }
+        for state in states
+    ]
+    return [
+        (name, [values.get(name, ABSENT) for values in tables_of_runs])
+        for name in dict.fromkeys(name for values in tables_of_runs for name in values)
+    ]
+
+
+def compare(paths: Sequence[Path]) -> tuple[list[tuple[str, list[str]]], ...]:
+    """Final metrics of runs, and the options in which they differ.
+
+    Raises:
+        ConfigError: a run.yaml cannot be read.
+        OSError, ValueError: a run.json cannot be read.
+    """
+    runs = [RunFolder(path) for path in paths]
+    states = [run.read_state() for run in runs]
+    missing = [run.path for run, state in zip(runs, states, strict=True) if state is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is gone")
+    configs = [read_yaml(run.config_file) for run in runs]
+    return final_metrics([state for state in states if state]), differing_options(configs)
+
+
+def _differing(flat: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    found = []
+    for key in dict.fromkeys(key for values in flat for key in values):
+        values = [options.get(key, ABSENT) for options in flat]
+        if len(set(values)) > 1:
+            found.append((key, values))
+    return found
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", "empty" if value is None else str(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
