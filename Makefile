@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 demo: $(VENV)/installed
 	rm -rf output/demo
-	$(BIN)/dschat run --profile tiny --output output/demo
+	$(BIN)/dschat run --profile tiny --output output/demo --dashboard
 
 # Two workers: many tests wait for processes that they start.
 test: $(VENV)/installed

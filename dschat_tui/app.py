@@ -45,12 +45,15 @@ class Dashboard(App[None]):
         runs: Path | None = None,
         ascii_only: bool = False,
         speed: float | None = None,
+        leads_to: str = "",
     ) -> None:
         super().__init__()
         self.source = source
         self.runs_folder = runs or Path("output")
         self.ascii_only = ascii_only
         self.speed = speed
+        # what comes once the app is left
+        self.leads_to = leads_to
         self.set_class(ascii_only, "-ascii")
 
     def on_mount(self) -> None:

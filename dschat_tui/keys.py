@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from textual.binding import Binding, BindingType
@@ -50,31 +51,12 @@ KEYS = (
     Key("run", "run.markers", "b", "markers", "braille, blocks or ASCII", "b"),
     Key("run", "run.pause", "p", "pause", "pause", "p", 45),
     Key("run", "run.stop", "x", "stop", "stop", "x", 11),
+    Key("run", "run.resume", "u", "resume", "go on with a run that stopped or waits", "u"),
     Key("run", "run.search", "slash", "search", "search", "/", 32),
     Key("run", "run.next_found", "n", "found(1)", "next that was found", "n"),
     Key("run", "run.previous_found", "N", "found(-1)", "previous that was found", "N"),
     Key("run", "run.follow", "f", "follow", "follow the end of the log", "f"),
     Key("run", "run.sort", "r", "sort", "sort the answers another way", "r"),
-    Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
-    Key("list", "list.down", "down", "line(1)", "down", "down"),
-    Key("list", "list.page_up", "pageup", "page(-1)", "a page up", "pgup"),
-    Key("list", "list.page_down", "pagedown,space", "page(1)", "a page down", "pgdn"),
-    Key("list", "list.first", "home", "first", "first", "home"),
-    Key("list", "list.last", "end,G", "last", "last", "end"),
-    Key("list", "list.shift_left", "left_square_bracket", "shift(-1)", "look left", "["),
-    Key("list", "list.shift_right", "right_square_bracket", "shift(1)", "look right", "]"),
-    Key("list", "list.pick", "enter", "pick", "open", "enter"),
-)
-
-
-def bindings(scope: str) -> list[BindingType]:
-    """Textual's bindings of one scope."""
-    Key("run", "run.resume", "u", "resume", "go on with a run that stopped or waits", "u"),
-    return [
-        Binding(key.keys, key.action, key.description, show=False, id=key.id, priority=False)
-        for key in KEYS
-        if key.scope == scope
-    ]
     Key("run", "run.chat", "t", "chat", "talk with its model", "t", 33),
     Key("chat", "chat.back", "escape", "back", "stop the answer, else leave", "esc", 1),
     Key("chat", "chat.beside", "ctrl+n", "beside", "another model beside it", "ctrl+n", 2),
@@ -105,6 +87,38 @@ def bindings(scope: str) -> list[BindingType]:
     Key("compare", "compare.smooth", "o", "smooth", "smoothing", "o", 6),
     Key("compare", "compare.log_scale", "g", "log_scale", "log scale", "g", 7),
     Key("compare", "compare.markers", "b", "markers", "braille, blocks or ASCII", "b"),
+    Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
+    Key("list", "list.down", "down", "line(1)", "down", "down"),
+    Key("list", "list.page_up", "pageup", "page(-1)", "a page up", "pgup"),
+    Key("list", "list.page_down", "pagedown,space", "page(1)", "a page down", "pgdn"),
+    Key("list", "list.first", "home", "first", "first", "home"),
+    Key("list", "list.last", "end,G", "last", "last", "end"),
+    Key("list", "list.shift_left", "left_square_bracket", "shift(-1)", "look left", "["),
+    Key("list", "list.shift_right", "right_square_bracket", "shift(1)", "look right", "]"),
+    Key("list", "list.pick", "enter", "pick", "open", "enter"),
+)
+
+
+def bindings(scope: str) -> list[BindingType]:
+    """Textual's bindings of one scope."""
+    return [
+        Binding(key.keys, key.action, key.description, show=False, id=key.id, priority=False)
+        for key in KEYS
+        if key.scope == scope
+    ]
+
+
+def scopes_of(kinds: Iterable[type]) -> list[str]:
+    """The scopes whose keys some classes of screens and widgets bind."""
+    scopes = {key.id: key.scope for key in KEYS}
+    bound = [
+        binding.id
+        for kind in kinds
+        for base in kind.__mro__
+        for binding in base.__dict__.get("BINDINGS", ())
+        if isinstance(binding, Binding)
+    ]
+    return list(dict.fromkeys(scopes[id] for id in bound if id in scopes))
 
 
 def hints(*scopes: str) -> list[tuple[str, str]]:

@@ -20,6 +20,8 @@ from dschat_tui.commands.shared import (
 )
 
 if TYPE_CHECKING:
+    import subprocess
+
     from dschat_tui.runs.folder import RunFolder
     from dschat_tui.runs.preflight import Plan
 
@@ -47,8 +49,6 @@ def run(
     fix: Annotated[
         bool, typer.Option("--fix", help="With --resume: change what mends the failure.")
     ] = False,
-    detach: DetachFlag = False,
-    json_output: JsonFlag = False,
     accept: AcceptOption = None,
     dashboard: Annotated[
         bool,
@@ -57,10 +57,15 @@ def run(
             help="On a terminal: watch in the dashboard; once it is done, talk with the result.",
         ),
     ] = False,
+    detach: DetachFlag = False,
+    json_output: JsonFlag = False,
 ) -> None:
     """Run the steps one after another: SFT, reward model, RLHF."""
+    from dschat_tui.runs.folder import next_free
     from dschat_tui.runs.preflight import Refusal, prepare
 
+    if dashboard and (detach or json_output):
+        refuse("--dashboard shows the run: leave out --detach and --json")
     if resume is not None:
         others = {"--output": output, "--steps": steps, "--data": data, "--dry-run": dry_run}
         given = [name for name, value in others.items() if value]
@@ -71,20 +76,20 @@ def run(
         )
     if fix:
         refuse("--fix mends a run that failed: give it with --resume RUN")
-    config = load_config(profile, data or [], assignments or [])
-    name = Path(profile).stem
-    folder = output if output is not None else _next_free(Path("output"), name)
-    try:
-        plan = prepare(config, folder, _step_numbers(steps))
     if accept is not None:
         refuse("--accept goes on with a run that waits at a gate: give it with --resume RUN")
+    config = load_config(profile, data or [], assignments or [])
+    name = Path(profile).stem
+    folder = output if output is not None else next_free(Path("output"), name)
+    try:
+        plan = prepare(config, folder, _step_numbers(steps))
     except Refusal as refusal:
         refuse(*refusal.reasons)
     if dry_run:
         _show_plan(plan, json_output)
         return
 
-    from dschat_tui.runs import supervisor, watch
+    from dschat_tui.runs import supervisor
     from engine.config import to_yaml
 
     try:
@@ -94,7 +99,7 @@ def run(
     process = supervisor.start(plan.run)
     if detach:
         _tell_detached(plan.run, json_output)
-    raise typer.Exit(watch.watch(plan.run, process, json_output))
+    raise typer.Exit(_watch(plan.run, process, json_output, dashboard))
 
 
 def resume_and_watch(
@@ -106,7 +111,7 @@ def resume_and_watch(
     json_output: bool,
     dashboard: bool = False,
 ) -> NoReturn:
-    from dschat_tui.runs import resume, supervisor, watch
+    from dschat_tui.runs import resume, supervisor
     from dschat_tui.runs.preflight import Refusal
 
     folder = find_run(name)
@@ -125,7 +130,44 @@ def resume_and_watch(
     process = supervisor.start(folder)
     if detach:
         _tell_detached(folder, json_output)
-    raise typer.Exit(watch.watch(folder, process, json_output))
+    raise typer.Exit(_watch(folder, process, json_output, dashboard))
+
+
+def _watch(
+    run: RunFolder, process: subprocess.Popen[bytes], json_output: bool, dashboard: bool
+) -> int:
+    """Watch a run that was just started until it ends or is left; the exit code."""
+    from dschat_tui.runs import watch
+
+    if dashboard:
+        from dschat_tui.app import has_terminal
+
+        if has_terminal():
+            return in_dashboard(run, process)
+    return watch.watch(run, process, json_output)
+
+
+def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
+    """Watch a run in the dashboard; then its summary, and the chat if it is done."""
+    from dschat_tui import app
+    from dschat_tui.logs.source import find_source
+    from dschat_tui.runs import control, watch
+
+    source = find_source(run.path)
+    code = app.show(app.Dashboard(source, leads_to="the summary, then a chat with the result"))
+    if code:
+        return code  # a signal ended it
+    state = run.read_state() or {}
+    goes_on = process.poll() is None or control.has_supervisor(state)
+    if goes_on and not (state.get("stop") or run.stop_request.exists()):
+        watch.tell_detached(run)
+        return 0
+    code = watch.watch(run, process if process.poll() is None else None, json_output=False)
+    if code == 0 and watch.can_talk(run.read_state() or {}):
+        from dschat_tui.commands.chat import chat
+
+        chat(str(run.path))
+    return code
 
 
 def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
@@ -144,14 +186,6 @@ def _step_numbers(steps: str | None) -> list[int] | None:
     if not all(part in ("1", "2", "3") for part in parts):
         refuse(f"--steps {steps}: steps are 1, 2 and 3, with commas between, such as --steps 1,2")
     return sorted({int(part) for part in parts})
-
-
-def _next_free(parent: Path, name: str) -> Path:
-    folder, number = parent / name, 1
-    while folder.exists():
-        number += 1
-        folder = parent / f"{name}-{number}"
-    return folder
 
 
 def _show_plan(plan: Plan, json_output: bool) -> None:

@@ -22,6 +22,10 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one option; see `dschat options`."),
 ]
+AcceptOption = Annotated[
+    str | None,
+    typer.Option(metavar="REASON", help="Go on past a gate that was not reached, and note why."),
+]
 DetachFlag = Annotated[bool, typer.Option("--detach", help="Start it, print its folder, and end.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
@@ -34,10 +38,6 @@ def group(help: str) -> typer.Typer:
 def refuse(*reasons: str) -> NoReturn:
     for reason in reasons:
         typer.echo(f"dschat: {reason}", err=True)
-AcceptOption = Annotated[
-    str | None,
-    typer.Option(metavar="REASON", help="Go on past a gate that was not reached, and note why."),
-]
     raise typer.Exit(EXIT_REFUSED)
 
 

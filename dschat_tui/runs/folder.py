@@ -187,6 +187,15 @@ class RunFolder:
         return state
 
 
+def next_free(parent: Path, name: str) -> Path:
+    """The folder that a new run called `name` gets: with a number where the name is taken."""
+    folder, number = parent / name, 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
 def new_step_state(step: Step) -> dict[str, Any]:
     """The record in run.json of a step that has not begun."""
     return {

@@ -370,6 +370,9 @@ class RunScreen(ChartKeys, ResumingScreen):
             row.append((f"{dot}{told}", "warn"))
         elif self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
             row.append((f"{dot}no sign of its supervisor", "warn"))
+        leads_to = getattr(self.app, "leads_to", "")
+        if leads_to and state == "done":
+            row.append((f"{dot}q: {leads_to}", "warn"))
         if self.is_paused:
             row.append((f"{dot}paused", "warn"))
         if self.problem:
