@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from dschat_tui.runs import control
-from dschat_tui.runs.folder import RunFolder
 from engine import training_log as log
 
 SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
@@ -235,86 +234,6 @@ def test_a_run_in_the_dashboard_can_be_left_and_goes_on(terminal, fake_run) -> N
     assert made.survivors()
     control.end_now(made.run)
     made.wait_for(lambda: made.state()["state"] == "stopped")
-
-
-QUICK = """# A few steps of everything: quick to see.
-extends: tiny
-gates: {sft_perplexity: null, reward_accuracy: null}
-data: {eval_rows: 8}
-sft: {epochs: 1, max_steps: 150, batch_size: 4, max_length: 48}
-reward: {max_steps: 4, batch_size: 4, max_length: 48}
-ppo: {max_steps: 3, rollout_batch_size: 4, batch_size: 4, max_answer_length: 8}
-"""
-# a quantity in the title of a panel: its line and the value that it has now
-READOUT = re.compile(r"━ [a-z ]*-?\d")
-
-
-@pytest.mark.slow
-def test_a_run_from_the_form_to_its_end(
-    terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    profile = user_profiles() / "quick.yaml"
-    profile.parent.mkdir(parents=True, exist_ok=True)
-    profile.write_text(QUICK)
-    run = RunFolder(tmp_path / "output" / "quick")
-
-    def state(step: str = "") -> str:
-        told = run.read_state() or {"state": "none", "steps": {}}
-        return str(told["steps"].get(step, {}).get("state") if step else told["state"])
-
-    # 1. Choose the profile, switch two toggles, start, and see the first panels fill.
-    shown = terminal("-m", "dschat_tui.app")
-    shown.wait_for_text("> ")
-    shown.press("/quick\r")
-    shown.wait_for_text("output/quick")
-    for key in ("actor.gradient_checkpointing", "ema.enabled"):
-        shown.press(f"1/{key}\r")
-        shown.wait_for_text(key)
-        shown.press(" ")
-        shown.wait_for_text(f"{key}=true")
-    shown.press("s")
-    shown.wait_for_text("1 SFT")
-    config = load_config(run.config_file)
-    assert config.ema.enabled
-    assert config.actor.gradient_checkpointing
-    assert config.sft.max_steps == 150
-    shown.wait_for(lambda: READOUT.search(shown.frame()) is not None)
-    # 2. Leave it.
-    shown.press("q")
-    shown.wait_for_text("detach")
-    shown.press("d")
-    assert shown.exit_code() == 0
-    assert shown.is_restored()
-    assert state("sft") == "running"
-    # 3. Find it again, and stop it.
-    again = terminal("-m", "dschat_tui.app")
-    again.wait_for_text("runs in output")
-    again.wait_for_text("quick")
-    again.press("\r")
-    again.wait_for_text("1 SFT")
-    again.wait_for(lambda: "running" in again.frame())
-    again.press("x")
-    again.wait_for_text("stop the run")
-    again.press("y")
-    again.wait_for(lambda: state() == "stopped")
-    assert state("sft") == "stopped"
-    # 4. Go on with it, and see it done.
-    again.press("\x1b")
-    again.wait_for(lambda: "runs in output" in again.frame() and "stopped" in again.frame())
-    again.press("u")
-    again.wait_for_text("goes on with step 1")
-    again.press("y")
-    again.wait_for(lambda: state() == "done")
-    again.press("\r")
-    again.wait_for_text("1 SFT")
-    for number in ("1", "2", "3"):
-        again.press(number)
-        again.wait_for(lambda: READOUT.search(again.frame()) is not None)
-    assert "done" in again.frame()
-    again.press("q")
-    assert again.exit_code() == 0
-    assert (run.path / "step3-rlhf" / "actor_ema" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
