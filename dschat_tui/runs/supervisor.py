@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,11 @@ POLL_SECONDS = 0.1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start(run: RunFolder) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a created run in a session of its own and return at once."""
+def start(run: RunFolder, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the supervisor of a created run in a session of its own and return at once.
+
+    `environment` is that of the run's processes; None: this process's own.
+    """
     # one of an earlier life of the run; those that come from now on count
     run.stop_request.unlink(missing_ok=True)
     with run.supervisor_log.open("ab") as log:
@@ -61,6 +64,7 @@ def start(run: RunFolder) -> subprocess.Popen[bytes]:
             stderr=log,
             # `python -m` searches the working folder first, and the run's holds no modules
             cwd=run.path,
+            env=environment,
             start_new_session=True,
         )
 
