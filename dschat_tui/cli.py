@@ -16,7 +16,6 @@ app = typer.Typer(
     name="dschat",
     help="Train a ChatGPT-style model in three steps (SFT, reward model, RLHF) on DeepSpeed.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,6 +14,7 @@ import psutil
 from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
 from engine.config import RunConfig
+from engine.config.layout import STEP_NUMBERS
 from engine.models import catalogue, embedded, folders
 from engine.planning import (
     Change,
@@ -96,7 +97,8 @@ def make(
 def on_gpus(config: RunConfig) -> Report:
     """Plan against the accelerators that a profile was chosen for, without any network.
 
-    The memory is launch.memory_gib, or what the plan takes where that is empty.
+    The memory is launch.memory_gib, or what the plan takes where that is empty. Steps that
+    data.split leaves no data are not planned.
 
     Raises:
         PlanError: the shape of a model, or the number of hosts, cannot be known here.
@@ -104,6 +106,8 @@ def on_gpus(config: RunConfig) -> Report:
     actor, reward = shapes_of(config, offline=True)
     nodes, dtype = number_of_nodes(config), resolved_dtype(config.dtype, "cuda")
     plan = plan_memory(config, actor, reward, dtype=dtype, nodes=nodes)
+    served = [step for step in plan.steps if config.data.split[STEP_NUMBERS[step.step] - 1]]
+    plan = replace(plan, steps=tuple(served))
     memory = int((config.launch.memory_gib or plan.device_bytes / GIB) * GIB)
     return Report(plan, max(memory, 1), None, None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import yaml
+
 from engine.config import ConfigError, Option, describe_type, options
 
 
@@ -24,10 +26,12 @@ def find_options(prefix: str) -> list[Option]:
 
 def default_text(value: Any) -> str:
     """A default as it would be written in a profile."""
-    if value is None:
+    if value is None or value == {}:
         return "empty"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
     if isinstance(value, (list, tuple)):
         return ",".join(str(getattr(item, "path", item)) for item in value) or "empty"
     return str(value)

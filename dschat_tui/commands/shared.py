@@ -15,8 +15,20 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
+
+def complete_profile(incomplete: str) -> list[str]:
+    """Names of profiles that begin so, for the shell's completion."""
+    from engine.config import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
 ProfileOption = Annotated[
-    str, typer.Option(help="Name of a profile (`dschat profiles list`), or a YAML file.")
+    str,
+    typer.Option(
+        help="Name of a profile (`dschat profiles list`), or a YAML file.",
+        autocompletion=complete_profile,
+    ),
 ]
 Assignments = Annotated[
     list[str] | None,
