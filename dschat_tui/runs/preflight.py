@@ -32,7 +32,7 @@ from engine.config import (
     load_config,
     options,
 )
-from engine.config.layout import StepName
+from engine.config.layout import STEP_FOLDERS, StepName
 from engine.data import schemas
 from engine.models import catalogue, embedded, folders
 from engine.planning import ModelShape
@@ -85,7 +85,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += [str(violation) for violation in check(config, model_facts(config))]
     reasons += _check_models(config, steps)
     reasons += _check_inputs(config, steps, done)
-    reasons += schemas.refusals(config, [step.number for step in steps])
+    reasons += _check_data(config, steps)
     reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
@@ -118,9 +118,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         models.reward = _absolute_model(models.reward)
     models.sft = models.sft and _absolute_model(models.sft)
     models.trained_reward = models.trained_reward and _absolute_model(models.trained_reward)
-    for source in _all_sources(copy):
-        if schemas.is_local(source.path):
-            source.path = str(Path(source.path).expanduser().absolute())
+    _make_absolute(_all_sources(copy))
+    for step in STEP_FOLDERS:
+        data = getattr(copy, step).overrides.get("data", {})
+        for key in ("sources", "sft_only_sources", "unsupervised_sources"):
+            if key in data:
+                sources = getattr(copy.for_step(step).data, key)
+                _make_absolute(sources)
+                data[key] = [source.model_dump() for source in sources]
     for section, key in (
         (copy.data, "cache_dir"),
         (copy.launch, "hostfile"),
@@ -142,6 +147,22 @@ def _count_nodes(config: RunConfig) -> None:
     except (OSError, ValueError):
         return  # a reason of its own, where the hosts are asked
     options.num_nodes = len(found) or None
+
+
+def _make_absolute(sources: list[DataSource]) -> None:
+    for source in sources:
+        if schemas.is_local(source.path):
+            source.path = str(Path(source.path).expanduser().absolute())
+
+
+def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
+    """What stands against the data of each step, its overrides of data put in."""
+    alone = [step for step in steps if "data" in getattr(config, step.name).overrides]
+    common = [step.number for step in steps if step not in alone]
+    reasons = schemas.refusals(config, common) if common or not alone else []
+    for step in alone:
+        reasons += schemas.refusals(config.for_step(step.name), [step.number])
+    return list(dict.fromkeys(reasons))
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
