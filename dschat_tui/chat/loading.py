@@ -12,6 +12,7 @@ from dschat_tui.chat.paths import ModelPath, find_model, relatives
 from dschat_tui.chat.session import Generator, Judge, Relatives, Session
 from dschat_tui.chat.settings import Settings
 from engine.config import load_config
+from engine.config.placement import Placement, refusals
 
 
 def load_session(
@@ -23,6 +24,7 @@ def load_session(
     tokenizer: str | None,
     trust_remote_code: bool,
     against: Sequence[str],
+    placement: Placement,
 ) -> Session:
     """Load a model and make its relatives loadable; says on stderr what it loads.
 
@@ -35,25 +37,31 @@ def load_session(
         tokenizer: folder or Hub id of the tokenizer, where the model has none.
         trust_remote_code: run Python code that comes with the model.
         against: paths of more models to compare with.
+        placement: where weights and cache lie, of those models too.
 
     Raises:
-        ValueError: a model cannot be found or loaded, with the reason.
+        ValueError: the placement cannot be had here, or a model cannot be found or loaded, with
+            the reason.
     """
     _note("Loading PyTorch ...")
     with _quiet():
         from transformers.utils.logging import disable_progress_bar
 
-        from engine.generation.chat import ChatGenerator, ChatJudge, divergence
+        from engine.generation.chat import ChatJudge, divergence
         from engine.models.folders import resolve_model
         from engine.precision import resolve_dtype
+        from engine.serving import load_generator, this_machine
 
         # What is downloaded is told with its size; reading a folder takes seconds.
         disable_progress_bar()
         format = resolve_dtype(dtype)
+        reasons = refusals(placement, this_machine()) if placement != Placement() else []
+    if reasons:
+        raise ValueError("\n".join(reasons))
 
     def load(model: ModelPath, tokenizer: str | None) -> Generator:
-        return ChatGenerator.from_pretrained(
-            model.location, model.name, format, tokenizer, trust_remote_code
+        return load_generator(
+            model.location, model.name, format, tokenizer, trust_remote_code, placement
         )
 
     def loader(name: str, place: str, tokenizer: str | None = None) -> Callable[[], Generator]:
@@ -89,7 +97,9 @@ def load_session(
         generators[other] = loader(other, place.location if place else resolve_model(other))
     if len(generators) == 1:
         generators = {}
-    return Session(generator, settings, Relatives(generators, judge, divergence), system)
+    # DeepSpeed-Inference gives the logits of the last token alone.
+    compare = None if placement.engine == "deepspeed" else divergence
+    return Session(generator, settings, Relatives(generators, judge, compare), system)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from dschat_tui.chat.render import (
 )
 from dschat_tui.chat.session import Session
 from dschat_tui.chat.settings import Settings
+from engine.config.placement import Engine, LoadIn, Placement
 
 Reader = Callable[[], str]
 
@@ -198,6 +199,10 @@ def main(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     against: Sequence[str] = (),
+    load_in: LoadIn | None = None,
+    offload: str | None = None,
+    offload_cache: bool = False,
+    engine: Engine = "hf",
     prompt: str | None = None,
     as_json: bool = False,
     eval_file: str | Path | None = None,
@@ -218,6 +223,10 @@ def main(
         dtype: auto, fp32, bf16 or fp16.
         trust_remote_code: run Python code that comes with the model.
         against: more models for /compare and an evaluation.
+        load_in: quantise the weights while loading, to 8bit or 4bit.
+        offload: keep the weights in host memory (cpu) or on disk (nvme:FOLDER), by ZeRO-3.
+        offload_cache: keep keys and values in host memory.
+        engine: hf, or deepspeed for DeepSpeed-Inference.
         prompt: ask this once and end.
         as_json: write an event a line to stdout, for another program.
         eval_file: ask these prompts of every model and show the answers as a table.
@@ -225,14 +234,24 @@ def main(
     """
     try:
         settings = Settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+        placement = Placement(load_in, offload, offload_cache, engine)
         found = find_model(path, tokenizer)
         prompts = read_prompts(Path(eval_file)) if eval_file else []
         with _stdout_for_answers_only():
             session = load_session(
-                path, found, settings, system, dtype, tokenizer, trust_remote_code, against
+                path,
+                found,
+                settings,
+                system,
+                dtype,
+                tokenizer,
+                trust_remote_code,
+                against,
+                placement,
             )
     except (ValueError, OSError) as error:
-        print(f"dschat chat: {visible(str(error))}", file=sys.stderr)
+        for reason in str(error).splitlines():
+            print(f"dschat chat: {visible(reason)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,25 @@ def chat(
     ] = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    load_in: Annotated[
+        Literal["8bit", "4bit"] | None,
+        typer.Option(help="Quantise the weights while loading (bitsandbytes, CUDA)."),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|nvme:FOLDER",
+            help="Keep the weights in host memory or on disk, a layer at a time on the device.",
+        ),
+    ] = None,
+    offload_cache: Annotated[
+        bool,
+        typer.Option("--offload-cache", help="Keep keys and values in host memory (CUDA)."),
+    ] = False,
+    engine: Annotated[
+        Literal["hf", "deepspeed"],
+        typer.Option(help="hf, or deepspeed for DeepSpeed-Inference (CUDA)."),
+    ] = "hf",
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer, if the model has none.")
     ] = None,
@@ -66,6 +85,10 @@ def chat(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         against=against or [],
+        load_in=load_in,
+        offload=offload,
+        offload_cache=offload_cache,
+        engine=engine,
         prompt=prompt,
         as_json=as_json,
         eval_file=eval_file,

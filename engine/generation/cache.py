@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -11,10 +12,15 @@ class KeyValueCache:
 
     Buffers are allocated by the first token of a layer and kept over batches that fit. `length`
     counts the positions filled in all layers; a step writes behind it and then calls `advance`.
+
+    Args:
+        offload: keep the buffers in host memory; what `update` returns is then a copy of one layer
+            on the device that computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offload: bool = False) -> None:
         self.length = 0
+        self._offload = offload
         self._rows = 0
         self._capacity = 0
         self._keys: list[Tensor] = []
@@ -39,7 +45,8 @@ class KeyValueCache:
         """Write a layer's new keys and values `(rows, heads, new, head size)` behind the old.
 
         Returns:
-            views of all keys and values up to the new ones, `(rows, heads, length + new, ...)`.
+            all keys and values up to the new ones, `(rows, heads, length + new, ...)`: views of
+            the buffers where these lie on the same device.
         """
         end = self.length + keys.shape[2]
         if end > self._capacity:
@@ -49,11 +56,12 @@ class KeyValueCache:
             self._values.append(self._allocate(values))
         views = []
         for buffers, new in ((self._keys, keys), (self._values, values)):
-            if buffers[layer].dtype != new.dtype or buffers[layer].device != new.device:
+            place = torch.device("cpu") if self._offload else new.device
+            if buffers[layer].dtype != new.dtype or buffers[layer].device != place:
                 buffers[layer] = self._allocate(new)
             rows = buffers[layer][: self._rows]
             rows[:, :, self.length : end] = new
-            views.append(rows[:, :, :end])
+            views.append(rows[:, :, :end].to(new.device))
         return views[0], views[1]
 
     def advance(self, new: int) -> None:
@@ -84,13 +92,19 @@ class KeyValueCache:
         return order
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_empty(self._rows, like.shape[1], self._capacity, like.shape[3])
+        return self._empty(like, self._rows, like.shape[1], self._capacity, like.shape[3])
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        if not self._offload:
+            return like.new_empty(shape)
+        # Pinned memory reaches a GPU several times as fast.
+        return torch.empty(shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
 
     def _grow(self, needed: int) -> None:
         self._capacity = max(needed, 2 * self._capacity)
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):
-                buffers[layer] = old.new_empty(*old.shape[:2], self._capacity, old.shape[3])
+                buffers[layer] = self._empty(old, *old.shape[:2], self._capacity, old.shape[3])
                 buffers[layer][:, :, : self.length] = old[:, :, : self.length]
 
 

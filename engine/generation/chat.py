@@ -17,7 +17,7 @@ from engine.data.templates import (
     encode_answer,
     install_template,
 )
-from engine.generation.decode import DecodeSession, build_decoder
+from engine.generation.decode import Decoder, DecodeSession, build_decoder
 from engine.generation.sampling import Sampling
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for
 from engine.models.reward import RewardModel
@@ -57,6 +57,8 @@ class ChatGenerator:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         context: int | None = None,
+        decoder: Decoder | None = None,
+        offload_cache: bool = False,
     ) -> None:
         """Take a model in evaluation mode.
 
@@ -65,6 +67,8 @@ class ChatGenerator:
             tokenizer: its tokenizer; without a chat template it gets that of Human/Assistant.
             name: what to call the model.
             context: most tokens of prompt and answer; None takes the model's own.
+            decoder: computes in place of the fastest one for the model.
+            offload_cache: keep keys and values in host memory.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -76,8 +80,10 @@ class ChatGenerator:
         self.stop_ids, self.stop_mark = next_turn(tokenizer)
         eos = model.generation_config.eos_token_id
         self.stop_ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
-        copied = model.num_parameters() * model.dtype.itemsize <= _COPIED_BYTES
-        self.session = DecodeSession(build_decoder(model, rows=1, copy=copied))
+        if decoder is None:
+            copied = model.num_parameters() * model.dtype.itemsize <= _COPIED_BYTES
+            decoder = build_decoder(model, rows=1, copy=copied)
+        self.session = DecodeSession(decoder, offload_cache)
 
     @classmethod
     def from_pretrained(

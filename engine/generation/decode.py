@@ -25,6 +25,11 @@ from engine.generation.sampling import (
 class Decoder(Protocol):
     """A causal language model as the decode loop sees it."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs go."""
+        ...
+
     def step(
         self,
         input_ids: Tensor,
@@ -60,6 +65,11 @@ class ModuleDecoder:
         self.takes_positions = "position_ids" in parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._views: tuple[KeyValueCache, Any] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.device
 
     def step(
         self,
@@ -186,12 +196,13 @@ class DecodeSession:
 
     Args:
         decoder: the model, as from `build_decoder(model, rows=1)`.
+        offload_cache: keep keys and values in host memory.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, offload_cache: bool = False) -> None:
         self.decoder = decoder
         self.tokens: list[int] = []
-        self._cache = KeyValueCache()
+        self._cache = KeyValueCache(offload_cache)
         self._cache.start(1, 256)
 
     def truncate(self, length: int) -> None:
@@ -233,7 +244,7 @@ class DecodeSession:
         # The last token's logits are not kept, so that one at least is always computed.
         self._cache.truncate(len(self.tokens) - 1)
         start = self._cache.length
-        device = self._device()
+        device = self.decoder.device
         ids = torch.tensor([self.tokens[start:]], device=device)
         positions = torch.arange(start, len(self.tokens), device=device).unsqueeze(0)
         logits = self.decoder.step(ids, positions, None, self._cache)
@@ -241,7 +252,3 @@ class DecodeSession:
         history = torch.tensor([self.tokens], device=device)
         token, log_prob = choose_tokens(logits, sampling, uniforms, history)
         return int(token), float(log_prob)
-
-    def _device(self) -> torch.device:
-        decoder = self.decoder
-        return decoder.device if isinstance(decoder, PackedDecoder) else decoder.model.device

@@ -60,7 +60,11 @@ def load_tokenizer(
 
 
 def load_causal_lm(
-    path: str, dtype: torch.dtype, dropout: float | None = None, trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype,
+    dropout: float | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """A causal language model in `dtype`, in evaluation mode.
 
@@ -71,12 +75,15 @@ def load_causal_lm(
         dtype: format of the weights.
         dropout: probability for every dropout field of its config; None leaves them.
         trust_remote_code: run Python code that comes with the model.
+        options: more of `from_pretrained`, such as its quantization_config.
 
     Raises:
         ModelError: not found, not readable, or with weights missing.
     """
     config = load_config(path, dropout, trust_remote_code)
-    model, loading = load_weights(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    model, loading = load_weights(
+        AutoModelForCausalLM, path, config, dtype, trust_remote_code, **options
+    )
     if loading["missing_keys"]:
         raise ModelError(
             f"the weights in {path!r} lack {sorted(loading['missing_keys'])[:3]}, which would "
@@ -110,6 +117,7 @@ def load_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model of an Auto class, and transformers' report on keys missing and unexpected.
 
@@ -125,6 +133,7 @@ def load_weights(
             local_files_only=is_local(path),
             weights_only=True,
             output_loading_info=True,
+            **options,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import cycle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,7 +178,7 @@ class Speaker:
     """A decoder that says a text, over and over."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-        self.model = SimpleNamespace(device=torch.device("cpu"))
+        self.device = torch.device("cpu")
         self.size = len(tokenizer)
         self.tokens = cycle(tokenizer(text, add_special_tokens=False).input_ids)
 
