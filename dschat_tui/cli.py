@@ -10,6 +10,7 @@ from dschat_tui.commands.profiles import profiles_app
 from dschat_tui.commands.read import evaluate_run, metrics, monitor
 from dschat_tui.commands.run import run
 from dschat_tui.commands.runs import runs_app
+from dschat_tui.commands.sweep import sweep_app
 
 # rich_markup_mode=None: help and usage errors as plain text, without the import of rich
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.add_typer(runs_app, name="runs")
+app.add_typer(sweep_app, name="sweep")
 app.command()(chat)
 app.command()(monitor)
 app.command()(metrics)

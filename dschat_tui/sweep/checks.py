@@ -1,0 +1,94 @@
+"""What is known of a sweep's cells before anything starts: pruned, refused, or to be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dschat_tui import memory_plan
+from dschat_tui.memory_plan import PlanError, gib
+from dschat_tui.runs import preflight
+from dschat_tui.runs.folder import FAILED, PENDING
+from dschat_tui.runs.preflight import Refusal
+from dschat_tui.sweep.matrix import Sweep
+from dschat_tui.sweep.state import PRUNED
+from engine.config import RunConfig, check, layout
+
+Outcome = dict[str, Any]
+REFUSED_ADVICE = "Change this value of the axis, or what it needs; then: --retry failed."
+
+
+def examine(sweep: Sweep, output: Path) -> dict[str, Outcome]:
+    """State, reason and cause of each cell by its name, before it runs.
+
+    A combination that a rule forbids or that does not fit is pruned. What the checks before a run
+    refuse for another reason, such as a file that is missing, has failed.
+
+    Raises:
+        Refusal: the preparation cannot run, or none of the cells that are left.
+    """
+    for preparation in sweep.preparations:
+        preflight.prepare(preparation.config, output, list(preparation.steps))
+    outcomes: dict[str, Outcome] = {}
+    refusal: Refusal | None = None
+    for cell in sweep.cells:
+        facts = preflight.model_facts(cell.config)
+        reasons = [str(violation) for violation in check(cell.config, facts)]
+        reasons = reasons or shortages(cell.config, sweep.steps)
+        if reasons:
+            outcomes[cell.name] = outcome(PRUNED, "; ".join(reasons))
+            continue
+        before = next(
+            (p.steps for p in sweep.preparations if p.name == sweep.preparation_of.get(cell.name)),
+            (),
+        )
+        try:
+            preflight.prepare(cell.config, output, sorted({*before, *sweep.steps}))
+        except Refusal as error:
+            refusal = error
+            outcomes[cell.name] = refused(error.reasons)
+        else:
+            outcomes[cell.name] = outcome(PENDING, "")
+    if refusal is not None and not any(o["state"] == PENDING for o in outcomes.values()):
+        raise refusal
+    return outcomes
+
+
+def outcome(state: str, reason: str, cause: dict[str, str] | None = None) -> Outcome:
+    """What a cell came to, for its record."""
+    return {"state": state, "reason": reason, "cause": cause}
+
+
+def refused(reasons: Sequence[str]) -> Outcome:
+    """The outcome of a cell that the checks before a run refuse."""
+    cause = {"id": "refused", "line": "; ".join(reasons), "advice": REFUSED_ADVICE}
+    return outcome(FAILED, f"refused: {cause['line']}", cause)
+
+
+def shortages(config: RunConfig, steps: Sequence[int]) -> list[str]:
+    """For each step that does not fit how much it takes; nothing where that is not known."""
+    try:
+        report = memory_plan.make(config, None, find_change=False, offline=True)
+    except PlanError:
+        return []  # a model whose shape is not known here
+    plan, on_device, on_host = report.plan, report.memory_bytes, report.host_memory_bytes
+    if plan.device == "cpu":
+        on_host = on_device
+    found = []
+    for step in plan.steps:
+        number = layout.STEP_NUMBERS[step.step]
+        if number not in steps:
+            continue
+        if plan.device == "cuda" and step.device_bytes > on_device:
+            found.append(
+                f"does not fit: step {number} takes {gib(step.device_bytes)} GiB of "
+                f"{gib(on_device)} GiB a device"
+            )
+        wanted = plan.ranks_per_node * step.host_bytes
+        if on_host is not None and wanted > on_host:
+            found.append(
+                f"does not fit: step {number} takes {gib(wanted)} GiB of {gib(on_host)} GiB "
+                "host memory"
+            )
+    return found

@@ -1,0 +1,248 @@
+"""What a cell measured, from the log of its last step; and its memory, sampled while it runs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine import training_log
+
+Record = dict[str, Any]
+
+# The first steps build caches, optimizer states and, with the hybrid engine, check it.
+WARMUP_STEPS = 2
+NVIDIA_SMI_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One result of a cell: its key in sweep.json and sweep.csv, and how a table shows it."""
+
+    key: str
+    title: str
+    help: str
+    scale: float = 1.0
+
+
+GIB = float(2**30)
+QUANTITIES = (
+    Quantity("samples_per_s", "samples/s", "samples of all devices a second"),
+    Quantity("step_s", "step s", "seconds a step, from end to end"),
+    Quantity("generate_s", "generate s", "seconds of a step in which answers are generated"),
+    Quantity("train_s", "train s", "seconds of a step in which models are updated"),
+    Quantity("other_s", "other s", "the rest of a step: scores, log-probabilities, collecting"),
+    Quantity(
+        "tokens_per_s",
+        "tokens/s",
+        "step 3: answer tokens a second of generation; steps 1 and 2: tokens read a second",
+    ),
+    Quantity("tflops", "TFLOPs", "a device, from end to end"),
+    Quantity(
+        "peak_device_bytes",
+        "device GiB",
+        "most memory used on one device, less what was used before",
+        GIB,
+    ),
+    Quantity("peak_host_bytes", "host GiB", "most memory of all processes together", GIB),
+    Quantity("reward", "reward", "of the last step"),
+    Quantity("actor_loss", "actor loss", "of the last step"),
+    Quantity("critic_loss", "critic loss", "of the last step"),
+    Quantity("loss", "loss", "steps 1 and 2: of the last step"),
+    Quantity("measured_steps", "steps", "steps measured, without the first ones"),
+    Quantity("seconds", "seconds", "the whole cell, from its start to its end"),
+)
+
+
+def measure(log: Path, step: str, ranks: int) -> Record:
+    """The quantities that a log tells, of the steps after the first ones.
+
+    Rates are totals over totals: all samples by all seconds. The losses and the reward are those
+    of the last step. A log without steps gives no quantities.
+
+    Args:
+        log: training.log of the step.
+        step: sft, reward or ppo.
+        ranks: over which SFT and reward model training spread their samples.
+    """
+    if not log.is_file():
+        return {}
+    records = training_log.read_document(log)["records"]
+    metrics = [record for record in records if record["kind"] == "metrics"]
+    rows = _ppo_rows(records, metrics) if step == "ppo" else _rows(records, metrics, ranks)
+    if not rows:
+        return {}
+    kept = rows[min(WARMUP_STEPS, len(rows) - 1) :]
+    last = kept[-1]
+    found: Record = {
+        "measured_steps": len(kept),
+        "samples_per_s": _ratio(_sum(kept, "samples"), _sum(kept, "step_s")),
+        "tokens_per_s": _ratio(_sum(kept, "tokens"), _sum(kept, "tokens_s")),
+        "tflops": _ratio(_sum(kept, "operations"), _sum(kept, "step_s")),
+    }
+    for name in ("step_s", "generate_s", "train_s", "other_s"):
+        total = _sum(kept, name)
+        found[name] = None if total is None else total / len(kept)
+    for name in ("reward", "actor_loss", "critic_loss", "loss"):
+        found[name] = last.get(name)
+    return {name: _in_json(value) for name, value in found.items() if value is not None}
+
+
+def _ppo_rows(records: Sequence[Record], metrics: Sequence[Record]) -> list[Record]:
+    """A row a generation step, from its block of lines and its line of metrics."""
+    # a step that was begun again counts as it went the last time
+    blocks = {record["step"]: record for record in records if record["kind"] == "ppo"}
+    exact = {record["step"]: record for record in metrics}
+    rows = []
+    for step, block in sorted(blocks.items()):
+        # the block has two decimals, the line of metrics six digits
+        row = {**block, **{k: v for k, v in exact.get(step, {}).items() if v is not None}}
+        seconds, generate, train = (row.get(n) for n in ("e2e_s", "generate_s", "train_s"))
+        if not seconds or generate is None or train is None:
+            continue
+        tokens_per_s, tflops = row.get("tokens_per_s"), row.get("tflops")
+        rows.append(
+            {
+                "samples": block.get("batch_size"),
+                "step_s": seconds,
+                "generate_s": generate,
+                "train_s": train,
+                "other_s": seconds - generate - train,
+                "tokens": None if tokens_per_s is None else tokens_per_s * generate,
+                "tokens_s": generate,
+                "operations": None if tflops is None else tflops * seconds,
+                **{name: row.get(name) for name in ("reward", "actor_loss", "critic_loss")},
+            }
+        )
+    return rows
+
+
+def _rows(records: Sequence[Record], metrics: Sequence[Record], ranks: int) -> list[Record]:
+    """A row an optimizer step of steps 1 and 2."""
+    timed = [record for record in records if record["kind"] == "throughput"]
+    rows = []
+    for index, record in enumerate(timed):
+        told = metrics[index] if index < len(metrics) else {}
+        seconds = record["latency_s"]
+        if not seconds:
+            # two decimals: a step below 5 ms
+            continue
+        tokens_per_s = told.get("tokens_per_s")
+        rows.append(
+            {
+                "samples": record["samples_per_s"] * seconds * ranks,
+                "step_s": seconds,
+                "train_s": seconds,
+                "tokens": None if tokens_per_s is None else tokens_per_s * seconds,
+                "tokens_s": seconds,
+                "operations": record["tflops"] * seconds,
+                "loss": told.get("loss"),
+            }
+        )
+    return rows
+
+
+def _sum(rows: Sequence[Record], name: str) -> float | None:
+    values = [row.get(name) for row in rows]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if len(known) == len(values) else None
+
+
+def _ratio(total: float | None, by: float | None) -> float | None:
+    return total / by if total is not None and by else None
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class MemorySampler:
+    """The peak memory of a process with its descendants, and of the devices they may use.
+
+    Host memory is proportional where Linux tells it: pages that processes share count once.
+    """
+
+    def __init__(self, pid: int, devices: Sequence[str]) -> None:
+        self.pid = pid
+        self.devices = devices
+        self.peak_host_bytes: int | None = None
+        self.peak_device_bytes: int | None = None
+        self._before = device_bytes(devices)
+
+    def look(self) -> None:
+        """Take a sample."""
+        used = tree_bytes(self.pid)
+        if used:
+            self.peak_host_bytes = max(used, self.peak_host_bytes or 0)
+        for device, value in device_bytes(self.devices).items():
+            own = max(0, value - self._before.get(device, 0))
+            self.peak_device_bytes = max(own, self.peak_device_bytes or 0)
+
+    def peaks(self) -> Record:
+        """What was seen."""
+        found = {
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def tree_bytes(pid: int) -> int:
+    """Host memory of a process and all its descendants; 0 where it is gone."""
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    total = 0
+    for process in processes:
+        try:
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", 0) or memory.rss
+        except psutil.Error:
+            continue
+    return total
+
+
+def device_bytes(devices: Sequence[str]) -> Mapping[str, int]:
+    """Memory in use on GPUs by their numbers; empty without GPUs."""
+    if not devices:
+        return {}
+    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for line in told.splitlines():
+        index, _, used = line.partition(",")
+        if index.strip() in devices and used.strip().isdigit():
+            found[index.strip()] = int(used) * 2**20
+    return found
+
+
+def gpu_numbers() -> list[str]:
+    """The numbers of all GPUs of this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in told.splitlines() if line.strip().isdigit()]

@@ -1,0 +1,183 @@
+"""What a sweep shows while it runs: a live table, lines, or events as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from dschat_tui import tables
+from dschat_tui.runs.folder import DONE, FAILED, RUNNING
+from dschat_tui.runs.results import duration
+from dschat_tui.sweep.report import bar_text, one_line, shown
+from dschat_tui.sweep.results import QUANTITIES
+from dschat_tui.sweep.runner import Display, Runner
+from dschat_tui.sweep.state import OOM, PRUNED, TIMEOUT, Record, counted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_PICTURES = 0.5
+BAR_CELLS = 20
+IN_LINES = ("samples_per_s", "generate_s", "train_s", "tokens_per_s", "peak_host_bytes")
+COLOURS = {
+    DONE: "green",
+    RUNNING: "cyan",
+    FAILED: "red",
+    OOM: "red",
+    TIMEOUT: "yellow",
+    PRUNED: "dim",
+}
+
+
+def display_for(state: Record, json_events: bool) -> AbstractContextManager[Display]:
+    """Events on stdout, a live table on a terminal, else lines; the latter two on stderr."""
+    if json_events:
+        return nullcontext(Events())
+    if sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return LiveTable(state)
+    return nullcontext(Lines(state))
+
+
+def emit(event: str, **content: object) -> None:
+    """One event as a line of JSON on stdout."""
+    print(json.dumps({"event": event, "time": time.time(), **content}), flush=True)
+
+
+class Events:
+    """Events as JSON, one a line."""
+
+    def tell(self, event: str, record: Record) -> None:
+        """A run of the sweep started or ended."""
+        emit(event, **record)
+
+    def tick(self, runner: Runner) -> None:
+        """Events alone are told."""
+
+
+class Lines:
+    """A line whenever a run starts or ends, and every so many seconds how far it is."""
+
+    def __init__(self, state: Record) -> None:
+        self.state = state
+        self.last = time.monotonic()
+        self.told_stop = 0
+
+    def tell(self, event: str, record: Record) -> None:
+        """A run of the sweep started or ended."""
+        self.last = time.monotonic()
+        self._say(told(event, record))
+
+    def tick(self, runner: Runner) -> None:
+        """Tell of a stop at once, of progress now and then."""
+        if runner.interrupts and runner.tasks and runner.interrupts != self.told_stop:
+            self.told_stop = runner.interrupts
+            self._say(stopping_text(runner))
+        now = time.monotonic()
+        if now - self.last < SECONDS_BETWEEN_LINES or runner.is_stopping:
+            return
+        self.last = now
+        for task in runner.tasks:
+            progress = task.watch.progress
+            if progress is not None:
+                self._say(f"  {task.record['name']}: {progress.line()}")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def told(event: str, record: Record) -> str:
+    """An event in a line for a person."""
+    line = f"{record['name']}: {'started' if event == 'started' else record['state']}"
+    if event == "started":
+        return line
+    if record["seconds"]:
+        line += f" in {duration(record['seconds'])}"
+    numbers = [
+        f"{quantity.title} {shown(quantity, record[quantity.key])}"
+        for quantity in QUANTITIES
+        if quantity.key in IN_LINES and record.get(quantity.key) is not None
+    ]
+    if record["state"] == DONE and numbers:
+        line += f"; {', '.join(numbers)}"
+    return line + (f" ({one_line(record['reason'])})" if record["reason"] else "")
+
+
+def stopping_text(runner: Runner) -> str:
+    """What a stop is doing, and what another Ctrl-C does."""
+    names = ", ".join(task.record["name"] for task in runner.tasks)
+    if runner.interrupts > 1:
+        return f"ending {names} at once"
+    return f"ending {names} (Ctrl-C once more: at once); done cells are kept"
+
+
+class LiveTable:
+    """The matrix, redrawn in place while it fills in."""
+
+    def __init__(self, state: Record) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.state = state
+        console = Console(stderr=True)
+        self.live = Live(
+            console=console, auto_refresh=False, transient=True, vertical_overflow="ellipsis"
+        )
+        self.due = 0.0
+
+    def __enter__(self) -> LiveTable:
+        self.live.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.live.stop()
+
+    def tell(self, event: str, record: Record) -> None:
+        """Draw at the next tick."""
+        self.due = 0.0
+
+    def tick(self, runner: Runner) -> None:
+        """Draw now and then."""
+        if time.monotonic() >= self.due:
+            self.due = time.monotonic() + SECONDS_BETWEEN_PICTURES
+            self.live.update(self.picture(runner), refresh=True)
+
+    def picture(self, runner: Runner) -> RenderableType:
+        """The sweep as it is now."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = self.state["cells"]
+        longest = max((c["step_s"] for c in cells if c.get("step_s")), default=1.0)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        speed, memory = (
+            next(q for q in QUANTITIES if q.key == key)
+            for key in ("samples_per_s", "peak_host_bytes")
+        )
+        for title in ("cell", "state", "time", speed.title, "generate, train, other", memory.title):
+            table.add_column(title, no_wrap=True)
+        for cell in cells:
+            seconds = cell["seconds"]
+            if cell["state"] == RUNNING and cell["started"]:
+                seconds = time.time() - cell["started"]
+            table.add_row(
+                Text(cell["name"]),
+                Text(cell["state"], style=COLOURS.get(cell["state"], "")),
+                Text(duration(seconds) if seconds else ""),
+                Text(shown(speed, cell.get(speed.key)) if cell["state"] == DONE else ""),
+                Text(bar_text(cell, longest, BAR_CELLS) if cell["state"] == DONE else ""),
+                Text(shown(memory, cell.get(memory.key)) if cell["state"] == DONE else ""),
+            )
+        lines: list[RenderableType] = [table, Text(counted(self.state), style="bold")]
+        for task in runner.tasks:
+            progress = task.watch.progress
+            how_far = progress.line() if progress is not None else "starting"
+            lines.append(Text(f"{task.record['name']}: {tables.plain(how_far)}", style="cyan"))
+        if runner.is_stopping and runner.tasks:
+            lines.append(Text(stopping_text(runner), style="yellow"))
+        return Group(*lines)
