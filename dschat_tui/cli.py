@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dschat_tui.commands.chat import chat
+from dschat_tui.commands.data import data_app
 from dschat_tui.commands.machine import doctor, models_app, plan, show_options
 from dschat_tui.commands.profiles import profiles_app
 from dschat_tui.commands.read import evaluate_run, metrics, monitor
@@ -31,6 +32,7 @@ app.command(name="eval")(evaluate_run)
 app.command()(plan)
 app.add_typer(profiles_app, name="profiles")
 app.add_typer(models_app, name="models")
+app.add_typer(data_app, name="data")
 app.command()(doctor)
 app.command(name="options")(show_options)
 

@@ -111,7 +111,7 @@ def build_phase(
         train += [_Part(s.train, np.arange(len(s.train))) for s in alone_sources]
 
         def encode(row: Row, tally: Counter[str]) -> Row | None:
-            return _ENCODERS[phase](row, config, tokenizer, tally)
+            return encode_row(row, phase, config, tokenizer, tally)
 
         counts: Counter[str] = Counter()
         for name, parts in (("train", train), ("eval", held_out)):
@@ -401,6 +401,13 @@ def _reward_row(
     }
 
 
+def max_tokens(config: RunConfig, phase: Phase) -> int:
+    """Most tokens of a row of a phase: of a prompt in step 3, else of a prompt and its answer."""
+    if phase == "ppo":
+        return config.ppo.max_prompt_length
+    return config.sft.max_length if phase == "sft" else _pair_length(config)
+
+
 def _pair_length(config: RunConfig) -> int:
     """Most tokens of an answer with its prompt in step 2."""
     return (config.dpo if config.alignment == "dpo" else config.reward).max_length
@@ -419,6 +426,21 @@ def _ppo_row(
 
 
 _ENCODERS = {"sft": _sft_row, "reward": _reward_row, "ppo": _ppo_row}
+
+
+def encode_row(
+    row: Row,
+    phase: Phase,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Counter[str],
+) -> Row | None:
+    """One normalised row as a phase sees it (columns as in `PhaseData`); None: it is left out.
+
+    `tally` counts what was cut or left out, under the names of `PhaseData.counts`, and of phase
+    sft the `tokens` and `trained_tokens`.
+    """
+    return _ENCODERS[phase](row, config, tokenizer, tally)
 
 
 def _summary(tally: Counter[str], dropped: Counter[str], phase: Phase) -> dict[str, Any]:

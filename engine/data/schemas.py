@@ -11,20 +11,30 @@ import csv
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from engine.config.schema import DataSource, RunConfig
+from engine.data import catalogue
 
 Phase = Literal["sft", "reward", "ppo"]
+Reason = Literal["empty", "unusable"]
 Row = dict[str, Any]
+
+REASONS: dict[Reason, str] = {
+    "empty": "without an answer",
+    "unusable": "no dialogue of a question and its answer",
+}
 
 PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".arrow")
 EMBEDDED = ("embedded:facts",)
 ROWS_LOOKED_AT = 20
+ROWS_CHECKED = 5000
+"""Rows of a local source that are read and normalised before a run starts."""
 
 _EVAL_NAMES = ("test", "eval", "evaluation", "validation", "valid", "val", "dev")
 _ROLES = {
@@ -46,16 +56,41 @@ class DataError(ValueError):
 
 
 class UnusableRow(Exception):
-    """A row that is dropped and counted under `reason`: `empty` or `unusable`."""
+    """A row that is dropped and counted under `reason`; `detail` says what it lacks."""
 
-    def __init__(self, reason: Literal["empty", "unusable"]) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
         self.reason = reason
+        self.detail = detail
+
+
+@dataclass
+class Dropped:
+    """Rows left out, counted by reason, and where the first of each stands."""
+
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, row: UnusableRow, where: str) -> None:
+        """Count a row; `where` names its file and place."""
+        self.counts[row.reason] += 1
+        self.first.setdefault(row.reason, f"{where}: {row.detail}")
+
+    def describe(self) -> str:
+        """What was left out, with the first of each, in words; empty if nothing was."""
+        return "; ".join(
+            f"{self.counts[reason]} {REASONS[reason]}, first {self.first[reason]}"
+            for reason in REASONS
+            if self.counts[reason]
+        )
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Which column of a data set plays which part; None where there is none."""
+    """Which column of a data set plays which part; None where there is none.
+
+    Rows of an `entry` of the catalogue are read by its mapping.
+    """
 
     prompt: str | None = None
     input: str | None = None
@@ -63,6 +98,7 @@ class Schema:
     chosen: str | None = None
     rejected: str | None = None
     text: str | None = None
+    entry: catalogue.Entry | None = None
 
     @property
     def phases(self) -> frozenset[Phase]:
@@ -75,14 +111,30 @@ class Schema:
 
     def describe(self) -> str:
         """The schema in words, as `prompt 'instruction', answer 'output'`."""
+        if self.entry:
+            return f"{self.entry.name}: {self.entry.describe()}"
         names = {"chosen": "answer"} if not self.rejected else {}
         parts = [(names.get(name, name), column) for name, column in vars(self).items() if column]
         return ", ".join(f"{name} {column!r}" for name, column in parts)
+
+    def step_reasons(self) -> dict[int, str | None]:
+        """Of each step why it is not served; None: it is.
+
+        Step 3 learns from the reward model of step 2, so both need pairs.
+        """
+        if self.text:
+            text = "plain text, which serves the mixture loss of step 3 alone"
+            return dict.fromkeys((1, 2, 3), f"{text} (data.unsupervised_sources)")
+        no_pairs = "no rejected answers: steps 2 and 3 need pairs of a chosen and a rejected answer"
+        pairs = None if "reward" in self.phases else no_pairs
+        answers = None if "sft" in self.phases else "no answers to learn from"
+        return {1: answers, 2: pairs, 3: pairs}
 
 
 def is_local(path: str) -> bool:
     """Whether a source's path means this machine: such a path is never looked up on the Hub."""
     looks_local = path.startswith(("/", ".", "~")) or path.lower().endswith(SUFFIXES)
+    looks_local |= path == catalogue.LOCAL_FILES
     return not path.startswith("embedded:") and (looks_local or Path(path).exists())
 
 
@@ -93,6 +145,14 @@ def local_parts(path: str) -> dict[Literal["train", "eval"], list[Path]]:
         DataError: missing, or nothing readable in it.
     """
     root = Path(path).expanduser()
+    if named_files := catalogue.local_files(path):
+        missing = [str(file) for file in named_files if not file.is_file()]
+        if missing:
+            raise DataError(
+                f"data {path!r} stands for {named_files[0]} and {named_files[1]}; missing: "
+                f"{', '.join(missing)}; put them there, or give the path of your file"
+            )
+        return {"train": named_files[:1], "eval": named_files[1:]}
     if not root.exists():
         raise DataError(f"data {path!r}: no such file or folder; check the path")
     if root.is_file():
@@ -158,7 +218,26 @@ def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
     except OSError as error:
         raise DataError(f"cannot read {file}: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text: {error}; save it as UTF-8") from error
+        raise DataError(_not_utf8(file)) from error
+
+
+def _not_utf8(file: Path) -> str:
+    """Where a file stops being UTF-8, and the way out."""
+    guess = "ENCODING"
+    with open(file, "rb") as stream:
+        for line, content in enumerate(stream, 1):
+            if line == 1 and content.startswith((b"\xff\xfe", b"\xfe\xff")):
+                guess = "UTF-16"
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                byte = content[error.start]
+                return (
+                    f"{file}: line {line} is not UTF-8 text (byte 0x{byte:02x} at column "
+                    f"{error.start + 1}); save it as UTF-8: iconv -f {guess} -t UTF-8 "
+                    f"{file.name} > utf8-{file.name}"
+                )
+    return f"{file} changed while it was read; try again"
 
 
 def _columnar_rows(file: Path, suffix: str) -> Iterator[tuple[str, Row]]:
@@ -208,8 +287,8 @@ def _json_line_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{file}: line {number} is not JSON ({error.msg}); write a list of objects, "
-                "or one object a line"
+                f"{file}: line {number} is not JSON ({error.msg}); mend or remove it (a file "
+                "holds a list of objects, or one object a line)"
             ) from error
         yield f"line {number}", _object(file, f"line {number}", row)
 
@@ -237,7 +316,8 @@ def _json_list_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
                 continue
             raise DataError(
                 f"{file}: line {line + error.lineno - 1} is not JSON ({error.msg}), "
-                f"in or after row {number + 1}"
+                f"in or after row {number + 1}; mend or remove it (a file holds a list of "
+                "objects, or one object a line)"
             ) from error
         number += 1
         yield f"row {number}", _object(file, f"row {number}", row)
@@ -252,7 +332,9 @@ def _object(file: Path, place: str, row: Any) -> Row:
 
 
 def schema_of(source: DataSource) -> Schema | None:
-    """The schema of a local or embedded source from its first rows; None for a Hub name.
+    """The schema of a source: from its first rows where it is local, or of the catalogue.
+
+    None for a name on the Hub that the catalogue does not hold.
 
     Raises:
         DataError: missing, unreadable, or no schema fits.
@@ -262,13 +344,18 @@ def schema_of(source: DataSource) -> Schema | None:
             raise DataError(f"no corpus {source.path!r}; there is {', '.join(EMBEDDED)}")
         return Schema(prompt="prompt", chosen="chosen", rejected="rejected")
     if not is_local(source.path):
-        return None
+        entry = None if source.columns else catalogue.entry_for(source.path)
+        return entry and _schema_of_entry(entry)
     rows = (row for file in local_parts(source.path)["train"] for _, row in read_rows(file))
     return find_schema(itertools.islice(rows, ROWS_LOOKED_AT), source)
 
 
+def _schema_of_entry(entry: catalogue.Entry) -> Schema:
+    return Schema(prompt=entry.prompt, chosen=entry.chosen, rejected=entry.rejected, entry=entry)
+
+
 def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
-    """Which columns hold what, from a few rows and the source's own mapping.
+    """Which columns hold what, from a few rows, the source's own mapping and the catalogue.
 
     Raises:
         DataError: no rows, a mapping to a column that is not there, or no schema fits.
@@ -278,6 +365,9 @@ def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
         raise DataError(f"data {source.path!r} has no rows")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     filled = {name for row in rows for name, value in row.items() if value is not None}
+    entry = None if source.columns else catalogue.entry_for(source.path)
+    if entry and entry.fits(columns):
+        return _schema_of_entry(entry)
     known = ("prompt", "chosen", "rejected", "response", "messages", "text")
     for ours, theirs in source.columns.items():
         if ours not in known:
@@ -321,6 +411,11 @@ def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
         )
     if prompt and (chosen or answer):
         return Schema(prompt=prompt, input=extra, chosen=chosen or answer)
+    if "rejected" in filled and not chosen:
+        raise DataError(
+            f"data {source.path!r}: 'rejected' without a column 'chosen' (columns: "
+            f"{', '.join(columns)}); map it: columns: {{chosen: COLUMN}}"
+        )
     if dialogue:
         return Schema(dialogue=dialogue)
     if text:
@@ -350,10 +445,55 @@ def serves_steps(source: DataSource) -> frozenset[int]:
     )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a look at a source's rows found: how many, whether all, and what is left out."""
+
+    rows: int
+    complete: bool
+    dropped: Dropped
+
+    @property
+    def usable(self) -> int:
+        """Rows that a step can use."""
+        return self.rows - self.dropped.counts.total()
+
+
+def check_rows(source: DataSource, schema: Schema, most_rows: int = ROWS_CHECKED) -> Reading:
+    """Read and normalise the first rows of each file of a local source.
+
+    Raises:
+        DataError: a row that is broken, or all that were read are unusable; the message names the
+            file and the line.
+    """
+    dropped = Dropped()
+    count, complete = 0, True
+    for file in itertools.chain.from_iterable(local_parts(source.path).values()):
+        rows = read_rows(file)
+        for place, row in itertools.islice(rows, most_rows):
+            count += 1
+            try:
+                normalise(row, schema, f"{file}, {place}")
+            except UnusableRow as unusable:
+                dropped.add(unusable, f"{file}, {place}")
+        complete &= next(rows, None) is None
+    if count == dropped.counts.total():
+        raise DataError(no_usable_row(source, schema, dropped))
+    return Reading(count, complete, dropped)
+
+
+def no_usable_row(source: DataSource, schema: Schema, dropped: Dropped) -> str:
+    """The message on a source of which nothing is left."""
+    return (
+        f"data {source.path!r}: no usable row ({schema.describe()}); {dropped.describe()}; "
+        "fill these columns, or map others: columns: {prompt: COLUMN, chosen: COLUMN}"
+    )
+
+
 def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
     """Why the data of a configuration cannot serve the asked steps: one line a reason, or none.
 
-    Reads only the first rows of local sources.
+    Reads only the first thousands of rows of local sources.
     """
     steps = set(steps)
     found: list[str] = []
@@ -361,7 +501,9 @@ def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
     data = config.data
     for source in [*data.sources, *data.sft_only_sources, *data.unsupervised_sources]:
         try:
-            schemas[source.path] = schema_of(source)
+            schema = schemas[source.path] = schema_of(source)
+            if schema is not None and is_local(source.path):
+                check_rows(source, schema)
         except DataError as error:
             found.append(str(error))
     if found:
@@ -408,8 +550,11 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
     if schema.text:
         text = _text(row.get(schema.text), schema.text, where)
         if not text.strip():
-            raise UnusableRow("empty")
+            raise UnusableRow("empty", _nothing_in(row, schema.text))
         return {"text": text}
+    if schema.entry:
+        columns = {name: name for name in ("prompt", "chosen", "rejected") if vars(schema)[name]}
+        return normalise(schema.entry.read(row), Schema(**columns), where)
     chosen = rejected = None
     all_answers = False
     if schema.prompt:
@@ -425,7 +570,7 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
         prompt, chosen = _split_answer(_turns(row.get(schema.chosen), schema.chosen, where))
         other, rejected = _split_answer(_turns(row.get(schema.rejected), schema.rejected, where))
         if other != prompt:
-            raise UnusableRow("unusable")
+            raise UnusableRow("unusable", "the answers belong to two different dialogues")
     if schema.chosen and chosen is None:
         chosen = _answer(row.get(schema.chosen), schema.chosen, where)
     if schema.rejected and rejected is None:
@@ -433,13 +578,19 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
     extras = _extras(row, where)
     serves = set(extras.get("phases", PHASES))
     # A row that says which phases it serves needs only their answers.
-    if (chosen == "" and serves & {"sft", "reward"}) or (rejected == "" and "reward" in serves):
-        raise UnusableRow("empty")
+    if chosen == "" and serves & {"sft", "reward"}:
+        raise UnusableRow("empty", _nothing_in(row, schema.chosen or schema.dialogue))
+    if rejected == "" and "reward" in serves:
+        raise UnusableRow("empty", _nothing_in(row, schema.rejected))
     prompt = tidy_turns(prompt)
     if not prompt or prompt[-1]["role"] != "user":
-        raise UnusableRow("unusable")
+        raise UnusableRow("unusable", "the prompt is empty or does not end in a question")
     normalised = {"prompt": prompt, "chosen": chosen or None, "rejected": rejected or None}
     return {**normalised, "all_answers": all_answers, **extras}
+
+
+def _nothing_in(row: Row, column: str | None) -> str:
+    return f"column {column!r} is {'empty' if column in row else 'missing'}"
 
 
 def tidy_turns(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -465,7 +616,10 @@ def _text(value: Any, column: str, where: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise DataError(f"{where}: column {column!r} holds a {type(value).__name__}, not text")
+        raise DataError(
+            f"{where}: column {column!r} holds a {type(value).__name__}, not text; write text "
+            "there, or map another column"
+        )
     return value
 
 
@@ -489,12 +643,12 @@ def _turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
     if isinstance(value, str):
         pieces = _TURN_MARK.split(value)
         if len(pieces) < 3:
-            raise UnusableRow("unusable")
+            raise UnusableRow("unusable", f"no 'Human:' and 'Assistant:' in column {column!r}")
         roles = [_ROLES[name.lower()] for name in pieces[1::2]]
         contents = [content.strip() for content in pieces[2::2]]
         return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     if not value:
-        raise UnusableRow("empty")
+        raise UnusableRow("empty", f"column {column!r} is empty or missing")
     if not isinstance(value, list):
         raise DataError(
             f"{where}: column {column!r} holds a {type(value).__name__}, not a list of messages"
@@ -513,7 +667,7 @@ def _message(turn: Any, column: str, where: str) -> dict[str, str]:
         )
     role = _ROLES.get(str(name).lower())
     if role is None:
-        raise UnusableRow("unusable")
+        raise UnusableRow("unusable", f"a turn of {str(name)!r} in column {column!r}")
     return {"role": role, "content": _text(turn.get("content", turn.get("value")), column, where)}
 
 
@@ -525,7 +679,7 @@ def _until_last_answer(turns: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def _split_answer(turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], str]:
     if not turns or turns[-1]["role"] != "assistant":
-        raise UnusableRow("unusable")
+        raise UnusableRow("unusable", "the dialogue does not end in an answer")
     return tidy_turns(turns[:-1]), turns[-1]["content"].strip()
 
 
@@ -535,7 +689,7 @@ def _answer(value: Any, column: str, where: str) -> str:
     if isinstance(value, dict):
         message = _message(value, column, where)
         if message["role"] != "assistant":
-            raise UnusableRow("unusable")
+            raise UnusableRow("unusable", f"column {column!r} holds no turn of the assistant")
         return message["content"].strip()
     return _text(value, column, where).strip()
 

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset, Features, List, Value
 
 from engine.config.schema import DataSource
-from engine.data import facts
+from engine.data import catalogue, facts
 from engine.data.cache import (
     build_once,
     cache_root,
@@ -25,6 +25,7 @@ from engine.data.cache import (
 from engine.data.schemas import (
     ROWS_LOOKED_AT,
     DataError,
+    Dropped,
     Phase,
     Row,
     Schema,
@@ -32,6 +33,7 @@ from engine.data.schemas import (
     find_schema,
     is_local,
     local_parts,
+    no_usable_row,
     normalise,
     read_rows,
     schema_of,
@@ -58,16 +60,26 @@ ROW_FEATURES = Features(
 class SourceRows:
     """The normalised rows of one source, memory-mapped.
 
-    `phases` are those that its schema can serve; `dropped` counts rows left out as `empty` or
-    `unusable`; `fingerprint` changes with the content and the way it is read.
+    `dropped` counts rows left out as `empty` or `unusable`, `first_dropped` says where the first
+    of each stands and what it lacks; `fingerprint` changes with the content and the way it is read.
     """
 
     train: Dataset
     eval: Dataset | None
-    phases: frozenset[Phase]
-    is_text: bool
+    schema: Schema
     dropped: dict[str, int]
+    first_dropped: dict[str, str]
     fingerprint: str
+
+    @property
+    def phases(self) -> frozenset[Phase]:
+        """The phases that the schema can serve."""
+        return self.schema.phases
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the rows are plain text."""
+        return bool(self.schema.text)
 
 
 def load_source(
@@ -101,7 +113,7 @@ def load_source(
         }
         content = [source.path, source.subset, *(s._fingerprint for s in splits.values())]
 
-    key = fingerprint(code_fingerprint(), content, source.columns)
+    key = fingerprint(code_fingerprint(), content, schema.describe())
 
     def build(folder: Path) -> None:
         note(f"reading {source.path}")
@@ -109,12 +121,13 @@ def load_source(
 
     folder = build_once(cache_root(cache_dir) / f"rows-{key}", build)
     has_eval = (folder / "eval.arrow").exists()
+    dropped = json.loads((folder / "dropped.json").read_text())
     return SourceRows(
         train=open_rows(folder / "train.arrow"),
         eval=open_rows(folder / "eval.arrow") if has_eval else None,
-        phases=schema.phases,
-        is_text=bool(schema.text),
-        dropped=json.loads((folder / "dropped.json").read_text()),
+        schema=schema,
+        dropped=dropped["counts"],
+        first_dropped=dropped["first"],
         fingerprint=key,
     )
 
@@ -131,42 +144,52 @@ def _write(
     schema: Schema,
     source: DataSource,
 ) -> None:
-    dropped = {"empty": 0, "unusable": 0}
+    dropped = Dropped()
 
     def normalised(rows: Iterable[tuple[str, Row]]) -> Iterator[Row]:
         for where, row in rows:
             try:
                 yield normalise(row, schema, where)
             except UnusableRow as unusable:
-                dropped[unusable.reason] += 1
+                dropped.add(unusable, where)
 
     for part, rows in parts.items():
         write_rows(folder / f"{part}.arrow", normalised(rows), ROW_FEATURES)
     if not len(open_rows(folder / "train.arrow")):
-        raise DataError(
-            f"data {source.path!r}: no usable row ({schema.describe()}); {dropped['empty']} "
-            f"without an answer, {dropped['unusable']} that are no dialogue of question and answer"
-        )
-    (folder / "dropped.json").write_text(json.dumps(dropped))
+        raise DataError(no_usable_row(source, schema, dropped))
+    found = {"counts": dropped.counts, "first": dropped.first}
+    (folder / "dropped.json").write_text(json.dumps(found))
 
 
 def _from_hub(source: DataSource, note: Note) -> dict[str, Dataset]:
     from datasets import load_dataset, load_dataset_builder
 
+    entry = catalogue.entry_for(source.path)
+    name = (entry and entry.hub_id) or source.path
     try:
-        size = load_dataset_builder(source.path, source.subset).info.download_size
+        size = load_dataset_builder(name, source.subset).info.download_size
         megabytes = f"{size / 1e6:.0f} MB" if size else "size unknown"
-        note(f"data set {source.path} from the Hub ({megabytes}; kept in the Hub's cache)")
-        splits = load_dataset(source.path, source.subset)
+        note(f"data set {name} from the Hub ({megabytes}; kept in the Hub's cache)")
+        splits = load_dataset(name, source.subset)
     except Exception as error:  # the library raises a dozen kinds; all mean the same to a person
+        reason = str(error).splitlines()[0][:200] if str(error) else ""
+        way_out = "check the name, the subset and the network, or give a local path"
+        if "scripts are no longer supported" in reason:
+            # The Hub keeps the data of such sets as Parquet in a branch of its own.
+            way_out = (
+                f"get its files: hf download {name} --repo-type dataset --revision "
+                f"refs/convert/parquet --local-dir {source.path}, and give that folder as a path: "
+                f"./{source.path}"
+            )
         raise DataError(
             f"data {source.path!r}: nothing of this name on this machine, and it could not be "
-            f"loaded from the Hub ({type(error).__name__}: {str(error).splitlines()[0][:200]}); "
-            "check the name, the subset and the network, or give a local path"
+            f"loaded from the Hub ({type(error).__name__}: {reason}); {way_out}"
         ) from error
     train = next((name for name in splits if str(name).startswith("train")), None)
     if train is None:
         raise DataError(f"data {source.path!r} has no train part, only {', '.join(splits)}")
     held_out = next((n for n in splits if str(n).split("_")[0] in ("test", "validation")), None)
+    if entry and entry.held_out in splits:
+        held_out = entry.held_out
     found = {"train": splits[train]}
     return found | ({"eval": splits[held_out]} if held_out else {})

@@ -1,0 +1,270 @@
+"""What a data set is and what each step would see of it: counts, lengths, masks, decoded rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from engine.config.schema import DataSource, RunConfig
+from engine.data.phases import IGNORED, build_phase, encode_row, max_tokens
+from engine.data.schemas import PHASES, Phase, Row
+from engine.data.sources import Note, load_source
+from engine.data.templates import encode_answer, encode_prompt, render_prompt
+
+Piece = tuple[str, bool]
+"""Decoded text, and whether its tokens are learnt."""
+
+
+def inspect(
+    config: RunConfig,
+    source: DataSource,
+    tokenizer: PreTrainedTokenizerBase,
+    own_template: str | None,
+    most_rows: int,
+    samples: int,
+    note: Note = lambda _: None,
+) -> dict[str, Any]:
+    """All about one data set under a configuration, as a JSON-able document.
+
+    The tokenizer carries the template of the run; `own_template` is the one that came with it.
+    Figures on tokens are of `rows.looked_at` rows, spread evenly over the training part.
+
+    Raises:
+        DataError: the source cannot be used.
+    """
+    loaded = load_source(source, config.data.cache_dir, note)
+    count = len(loaded.train)
+    picked = np.unique(np.linspace(0, count - 1, min(most_rows, count)).round().astype(np.int64))
+    rows = loaded.train.select(picked)
+    first = list(loaded.train.select(range(min(max(samples, 1), count))))
+    reasons = loaded.schema.step_reasons()
+    if config.alignment == "dpo":
+        reasons[3] = "a run with alignment=dpo ends after step 2"
+    document: dict[str, Any] = {
+        "source": source.path,
+        "schema": loaded.schema.describe(),
+        "rows": {
+            "usable": count,
+            "held_out": None if loaded.eval is None else len(loaded.eval),
+            "dropped": loaded.dropped,
+            "first_dropped": loaded.first_dropped,
+            "looked_at": len(rows),
+        },
+        "steps": {str(step): {"serves": not why, "reason": why} for step, why in reasons.items()},
+        "alignment": config.alignment,
+        "template": config.data.template,
+        "eos": {"token": str(tokenizer.eos_token), "id": tokenizer.eos_token_id},
+    }
+    if loaded.is_text:
+        return {**document, **_text_figures(rows, first[:samples], tokenizer)}
+    note(f"tokenising {len(rows)} rows")
+    served = {step: phase for step, phase in enumerate(PHASES, 1) if not reasons[step]}
+    return {
+        **document,
+        "lengths": _lengths(rows, config, tokenizer),
+        "pairs": _pairs(rows, tokenizer, config),
+        "limits": _limits(rows, served, config, tokenizer),
+        "rendered": _rendered(first[0], config, tokenizer, own_template),
+        "samples": list(_samples(first[:samples], served, config, tokenizer)),
+    }
+
+
+def exported(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    phase: Phase,
+    note: Note = lambda _: None,
+) -> Iterator[Row]:
+    """The rows of a phase as its step sees them, train part first: text, token ids, labels.
+
+    Raises:
+        DataError: the data cannot be used, or leave the phase without rows.
+    """
+    data = build_phase(config, tokenizer, phase, note)
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    for part, rows in (("train", data.train), ("eval", data.eval)):
+        for row in rows:
+            if phase == "sft":
+                pieces = learnt_pieces(row["input_ids"], row["labels"], tokenizer)
+                learnt = [piece for piece, is_learnt in pieces if is_learnt]
+                yield {"part": part, "text": text(row["input_ids"]), "learnt": learnt, **row}
+            elif phase == "reward":
+                texts = {name: text(row[f"{name}_ids"]) for name in ("chosen", "rejected")}
+                yield {"part": part, **texts, **row}
+            else:
+                yield {"part": part, "prompt": text(row["prompt_ids"]), **row}
+
+
+def learnt_pieces(
+    ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[Piece]:
+    """A row decoded in runs of tokens that are all learnt, or all not."""
+    runs = itertools.groupby(zip(ids, labels, strict=True), key=lambda token: token[1] != IGNORED)
+    return [
+        (tokenizer.decode([token for token, _ in run], skip_special_tokens=False), learnt)
+        for learnt, run in runs
+    ]
+
+
+def _serves(row: Row, phase: Phase) -> bool:
+    return row["phases"] is None or phase in row["phases"]
+
+
+def histogram(lengths: list[int]) -> list[dict[str, int]]:
+    """Rows by length, in bins up to powers of two: `up_to` (inclusive) and `rows`."""
+    if not lengths:
+        return []
+    bins = Counter(max(length - 1, 0).bit_length() for length in lengths)
+    return [{"up_to": 2**n, "rows": bins[n]} for n in range(min(bins), max(bins) + 1)]
+
+
+def _spread(lengths: list[int]) -> dict[str, Any] | None:
+    if not lengths:
+        return None
+    median, high = (int(value) for value in np.percentile(lengths, (50, 95), method="lower"))
+    return {"least": min(lengths), "median": median, "p95": high, "greatest": max(lengths)}
+
+
+def _text_figures(
+    rows: Any, first: list[Row], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    lengths = [len(tokenizer(text).input_ids) + 1 for text in rows["text"][:]]
+    samples = [{"row": number, "text": row["text"]} for number, row in enumerate(first, 1)]
+    return {
+        "lengths": {"text": _spread(lengths), "histogram": histogram(lengths)},
+        "samples": samples,
+    }
+
+
+def _lengths(rows: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Tokens of prompt and answers (with EOS) before anything is cut."""
+    found: dict[str, list[int]] = {"prompt": [], "chosen": [], "rejected": []}
+    whole = []
+    for row in rows:
+        prompt = len(encode_prompt(row["prompt"], tokenizer, config.data.template))
+        found["prompt"].append(prompt)
+        for name in ("chosen", "rejected"):
+            if row[name] is not None:
+                length = len(encode_answer(row[name], tokenizer, config.data.template))
+                found[name].append(length)
+                if name == "chosen":
+                    whole.append(prompt + length)
+    spreads = {name: _spread(lengths) for name, lengths in found.items()}
+    return {**spreads, "prompt_and_chosen": _spread(whole), "histogram": histogram(whole)}
+
+
+def _pairs(
+    rows: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig
+) -> dict[str, Any] | None:
+    """Of the pairs for step 2: how many, how many are the same, where chosen has more tokens."""
+    pairs = [
+        (row["chosen"], row["rejected"])
+        for row in rows
+        if _serves(row, "reward") and row["chosen"] is not None and row["rejected"] is not None
+    ]
+    if not pairs:
+        return None
+    lengths = [
+        [len(encode_answer(text, tokenizer, config.data.template)) for text in pair]
+        for pair in pairs
+    ]
+    longer = sum(chosen > rejected for chosen, rejected in lengths)
+    return {
+        "count": len(pairs),
+        "identical": sum(chosen == rejected for chosen, rejected in pairs),
+        "chosen_longer": longer,
+        "chosen_longer_share": longer / len(pairs),
+    }
+
+
+def _limits(
+    rows: Any, served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Of each step that is served: its limit in tokens, what is cut, left out, learnt."""
+    found = {}
+    for step, phase in served.items():
+        tally: Counter[str] = Counter()
+        seen = with_eos = 0
+        for row in rows:
+            if not _serves(row, phase):
+                continue
+            seen += 1
+            encoded = encode_row(row, phase, config, tokenizer, tally)
+            if encoded is None:
+                continue
+            tally["kept"] += 1
+            answers = [
+                encoded[k] for k in ("input_ids", "chosen_ids", "rejected_ids") if k in encoded
+            ]
+            with_eos += all(ids[-1] == tokenizer.eos_token_id for ids in answers)
+        names = ("kept", "truncated", "dropped_long", "dropped_identical")
+        found[str(step)] = {
+            "max_tokens": max_tokens(config, phase),
+            "rows": seen,
+            **{name: tally[name] for name in names},
+            "truncated_share": tally["truncated"] / seen if seen else None,
+            "with_eos": None if phase == "ppo" else with_eos,
+            "trained_token_share": tally["trained_tokens"] / tally["tokens"]
+            if tally["tokens"]
+            else None,
+        }
+    return found
+
+
+def _rendered(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, own: str | None
+) -> dict[str, str]:
+    """One row in the template of the run, and in the one that came with the tokenizer."""
+    answer = [{"role": "assistant", "content": row["chosen"]}] if row["chosen"] else []
+    messages = [*row["prompt"], *answer]
+
+    def render(template: str | None) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=not answer
+            )
+        except Exception as error:  # Jinja's errors and what templates raise by themselves
+            return f"refused by the template: {error}"
+
+    # Refuses as training would, where the template does.
+    render_prompt(row["prompt"], tokenizer, config.data.template)
+    found = {"used": render(None)}
+    if own and own != tokenizer.chat_template:
+        found["own"] = render(own)
+    return found
+
+
+def _samples(
+    rows: list[Row], served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """Rows as each step that they serve sees them."""
+    needs = {"sft": ("chosen",), "reward": ("chosen", "rejected"), "ppo": ()}
+    for number, row in enumerate(rows, 1):
+        for step, phase in served.items():
+            if not _serves(row, phase) or any(row[name] is None for name in needs[phase]):
+                continue
+            sample: dict[str, Any] = {"row": number, "step": step}
+            tally: Counter[str] = Counter()
+            encoded = encode_row(row, phase, config, tokenizer, tally)
+            if encoded is None:
+                why = "identical" if tally["dropped_identical"] else "too long"
+                yield {**sample, "left_out": why}
+            elif phase == "sft":
+                pieces = learnt_pieces(encoded["input_ids"], encoded["labels"], tokenizer)
+                learnt = sum(label != IGNORED for label in encoded["labels"])
+                yield {**sample, "tokens": len(encoded["labels"]), "learnt": learnt, "text": pieces}
+            else:
+                for name in ("prompt", "chosen", "rejected"):
+                    ids = encoded.get(f"{name}_ids")
+                    if ids is not None:
+                        sample[name] = tokenizer.decode(ids, skip_special_tokens=False)
+                        sample[f"{name}_tokens"] = len(ids)
+                yield sample
