@@ -210,8 +210,25 @@ def _read_json(path: Path) -> Any:
 
 def _model_folder(name: str) -> Path:
     """The folder of a model that lies here, else a path at which there is nothing."""
-    fetched = catalogue.model_path(name) if name in catalogue.MODELS else None
-    return fetched or Path(name)
+    if name in catalogue.MODELS:
+        found = catalogue.model_path(name)
+    elif name.removeprefix("embedded:") in embedded.CONFIGS:
+        found = embedded.built_folder(name.removeprefix("embedded:"))
+    else:
+        found = None if Path(name).exists() else _downloaded(name)
+    return found or Path(name)
+
+
+def _downloaded(name: str) -> Path | None:
+    """Where the Hub's cache holds a model; None if it does not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no id of the Hub, as a path that does not exist
+        return None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _model_config(name: str | Path) -> dict[str, Any]:

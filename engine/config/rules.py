@@ -249,10 +249,12 @@ def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> str | None:
     if config.alignment == "dpo":
         return None
     if facts.actor_vocabulary != facts.reward_vocabulary:
-        return (
-            f"models.actor={config.models.actor} and models.reward={config.models.reward} "
-            "have different tokenizers"
-        )
+        models = config.models
+        actor = f"models.sft={models.sft}" if models.sft else f"models.actor={models.actor}"
+        reward = f"models.reward={models.reward}"
+        if models.trained_reward:
+            reward = f"models.trained_reward={models.trained_reward}"
+        return f"{actor} and {reward} have different tokenizers"
     return None
 
 

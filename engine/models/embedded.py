@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 from collections.abc import Iterable
@@ -57,13 +58,8 @@ def build(name: str, texts: Iterable[str] | None = None) -> Path:
     if name not in CONFIGS:
         known = ", ".join(f"embedded:{known}" for known in CONFIGS)
         raise ModelError(f"no embedded model {name!r}; there are {known}")
-    if texts is None:
-        from engine.data import facts
-
-        texts = facts.texts()
-    texts = list(texts)
-    digest = hashlib.sha256("\0".join([_VERSION, name, *texts]).encode()).hexdigest()
-    folder = cache_folder() / f"{name}-{digest[:16]}"
+    texts = _texts() if texts is None else tuple(texts)
+    folder = _folder(name, texts)
     if folder.exists() and not is_complete_model(folder):
         # Folders appear whole, so this one was damaged since.
         shutil.rmtree(folder)
@@ -72,7 +68,25 @@ def build(name: str, texts: Iterable[str] | None = None) -> Path:
     return folder
 
 
-def _build(name: str, texts: list[str], folder: Path) -> None:
+def built_folder(name: str) -> Path | None:
+    """The folder of an embedded model, without torch; None if it is not built yet."""
+    folder = _folder(name, _texts())
+    return folder if is_complete_model(folder) else None
+
+
+@functools.cache
+def _texts() -> tuple[str, ...]:
+    from engine.data import facts
+
+    return tuple(facts.texts())
+
+
+def _folder(name: str, texts: tuple[str, ...]) -> Path:
+    digest = hashlib.sha256("\0".join([_VERSION, name, *texts]).encode()).hexdigest()
+    return cache_folder() / f"{name}-{digest[:16]}"
+
+
+def _build(name: str, texts: tuple[str, ...], folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,7 +108,7 @@ def _build(name: str, texts: list[str], folder: Path) -> None:
         tokenizer.save_pretrained(temporary)
 
 
-def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
+def _train_tokenizer(texts: tuple[str, ...]) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
