@@ -74,6 +74,17 @@ class Dashboard(App[None]):
         """Show a run or a log."""
         self.push_screen(RunScreen(source, self.ascii_only, self.speed))
 
+    def open_chat(self, run: Path) -> bool:
+        """Talk with the models of a run; False where it has none yet."""
+        from dschat_tui.chat.paths import relatives
+        from dschat_tui.screens.chat import ChatScreen
+
+        models = relatives(run)
+        models.pop("reward", None)
+        if models:
+            self.push_screen(ChatScreen(models, self.ascii_only))
+        return bool(models)
+
     def action_leave(self) -> None:
         """Quit; with a run going, ask what becomes of it."""
         screen = self.screen
