@@ -19,10 +19,13 @@ from engine.algorithms.language_modeling import causal_lm_loss, sequence_log_pro
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
 from engine.algorithms.preference import implicit_rewards
-from engine.config import RunConfig, load_config
+from engine.config import DataSource, RunConfig, load_config
 from engine.config.layout import STEP_FOLDERS
-from engine.data.batches import LabelledPairCollator, PromptCollator, SftCollator
+from engine.data.batches import LabelledPairCollator, PairCollator, PromptCollator, SftCollator
 from engine.data.phases import build_phase, eval_prompts
+from engine.data.schemas import DataError
+from engine.data.sources import load_source
+from engine.data.templates import encode_answer, fit_prompt
 from engine.generation.decode import build_decoder, decode
 from engine.generation.sampling import Generation, Sampling
 from engine.models.families import position_arguments
@@ -261,6 +264,75 @@ def measure_pairs(
         "pairs": len(margins),
         "kinds": {kind: share(right) for kind, right in sorted(of_kind.items())},
     }
+
+
+@torch.no_grad()
+def score_pairs(run: Path, data: Path) -> dict[str, Any]:
+    """Score the pairs of a file with the reward model of a run, as the original's rw_eval did.
+
+    Args:
+        run: folder of a run whose step 2 is done.
+        data: a file or folder of pairs, in any schema that step 2 reads.
+
+    Returns:
+        `{"reward_model", "data", "pairs", "accuracy", "margin", "left_out", "scores":
+        [{"prompt", "chosen", "rejected", "chosen_score", "rejected_score"}]}`.
+
+    Raises:
+        FileNotFoundError: the run has no complete reward model.
+        DataError: the file cannot be read, or holds no pairs.
+    """
+    config = load_config(run / "run.yaml")
+    folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
+    if not is_complete_model(folder):
+        raise FileNotFoundError(f"{folder} holds no complete reward model; run step 2 first")
+    source = load_source(DataSource(path=str(data.absolute())), config.data.cache_dir)
+    if "reward" not in source.phases:
+        raise DataError(f"{data} holds no pairs; give prompt, chosen and rejected answer")
+    tokenizer = load_tokenizer(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reward = RewardModel.from_pretrained(folder, resolve_dtype(config.dtype)).to(device).eval()
+    pairs = [pair for row in source.train if (pair := _tokenised_pair(row, config, tokenizer))]
+    collate = PairCollator(tokenizer.pad_token_id)
+    size = config.reward.eval_batch_size
+    scores = []
+    for start in range(0, len(pairs), size):
+        rows = pairs[start : start + size]
+        batch = collate(rows)
+        both = reward.scores(batch["input_ids"].to(device), batch["attention_mask"].to(device))
+        for row, chosen, rejected in zip(
+            rows, *(half.tolist() for half in both.chunk(2)), strict=True
+        ):
+            texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+            scores.append({**texts, "chosen_score": chosen, "rejected_score": rejected})
+    margins = [each["chosen_score"] - each["rejected_score"] for each in scores]
+    return {
+        "reward_model": folder,
+        "data": str(data),
+        "pairs": len(scores),
+        "accuracy": share(margin > 0 for margin in margins),
+        "margin": sum(margins) / len(margins) if margins else None,
+        "left_out": len(source.train) - len(pairs),
+        "scores": scores,
+    }
+
+
+def _tokenised_pair(
+    row: dict[str, Any], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any] | None:
+    """Both answers behind their prompt; None where they do not fit, or one is missing."""
+    if row["chosen"] is None or row["rejected"] is None:
+        return None
+    template = config.data.template
+    chosen, rejected = (
+        encode_answer(row[name], tokenizer, template) for name in ("chosen", "rejected")
+    )
+    room = config.reward.max_length - max(len(chosen), len(rejected))
+    fitted = fit_prompt(row["prompt"], tokenizer, template, room)
+    if fitted is None:
+        return None
+    ids = {"chosen_ids": fitted.ids + chosen, "rejected_ids": fitted.ids + rejected}
+    return {**row, "prompt": row["prompt"][-1]["content"], **ids}
 
 
 def share(outcomes: Any) -> float | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dschat_tui.commands.shared import JsonFlag, keep_stdout_clean, refuse
+
+_PAIR_TEXTS = ("prompt", "chosen", "rejected")
+_PAIR_CELLS = 40
 
 
 def metrics(
@@ -67,19 +70,73 @@ def monitor(
 
 
 def evaluate_run(
-    path: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[reward] RUN",
+            help="Folder of a run; after the word reward, its reward model scores --data.",
+        ),
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="With reward: a file of pairs, chosen and rejected.")
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Compare base, SFT model and actor of a run on held-out prompts."""
+    """Compare base, SFT model and actor of a run on held-out prompts, or score pairs."""
+    scores_pairs = words[0] == "reward" and (len(words) > 1 or data is not None)
+    paths = words[1:] if scores_pairs else words
+    if len(paths) != 1 or scores_pairs != (data is not None):
+        refuse("give `dschat eval RUN`, or `dschat eval reward RUN --data FILE`")
+    path = Path(paths[0])
     if not (path / "run.yaml").is_file():
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
-    with keep_stdout_clean():
-        from engine.evaluation import evaluate
-
-        document = evaluate(path)
+    document = _score_pairs(path, data) if data is not None else _evaluate(path)
     if json_output:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
         return
     from dschat_tui import tables
 
-    typer.echo(tables.evaluation(document))
+    typer.echo(tables.evaluation(document) if data is None else _pairs_table(document))
+
+
+def _evaluate(run: Path) -> dict[str, Any]:
+    with keep_stdout_clean():
+        from engine.evaluation import evaluate
+
+        return evaluate(run)
+
+
+def _score_pairs(run: Path, data: Path) -> dict[str, Any]:
+    if not data.exists():
+        refuse(f"--data {data} does not exist. Give a file of pairs: prompt, chosen, rejected")
+    with keep_stdout_clean():
+        from engine.evaluation import score_pairs
+
+        try:
+            return score_pairs(run, data)
+        except (FileNotFoundError, ValueError) as error:
+            refuse(str(error))
+
+
+def _pairs_table(document: dict[str, Any]) -> str:
+    """Each pair with both scores, then how often and by how much the chosen one wins."""
+    from dschat_tui import tables
+
+    rows = []
+    for number, pair in enumerate(document["scores"], 1):
+        texts = [" ".join(tables.plain(pair[name]).split()) for name in _PAIR_TEXTS]
+        scores = [f"{pair['chosen_score']:.4g}", f"{pair['rejected_score']:.4g}"]
+        shortened = [
+            f"{text[:_PAIR_CELLS]}..." if len(text) > _PAIR_CELLS else text for text in texts
+        ]
+        rows.append([str(number), *scores, *shortened])
+    header = ["pair", "chosen", "rejected", "question", "chosen answer", "rejected answer"]
+    lines = [tables.aligned(header, rows)]
+    if document["pairs"]:
+        lines.append(
+            f"{document['pairs']} pairs, accuracy {document['accuracy']:.4g}, "
+            f"margin {document['margin']:.4g}"
+        )
+    if document["left_out"]:
+        lines.append(f"{document['left_out']} left out: no pair, or longer than the model reads")
+    return "\n".join(lines)
