@@ -114,16 +114,17 @@ def _sample(sample: dict[str, Any], titles: dict[str, str], color: bool) -> Iter
         yield f"row {sample['row']}"
         yield _quoted(sample["text"])
         return
+    cut = ", cut" if sample.get("truncated") else ""
     title = f"row {sample['row']} as step {titles[str(sample['step'])]} sees it"
     if "left_out" in sample:
         yield f"{title}: left out ({sample['left_out']})"
     elif "text" in sample:
-        yield f"{title}: {sample['tokens']} tokens, {sample['learnt']} of them learnt"
+        yield f"{title}: {sample['tokens']} tokens, {sample['learnt']} of them learnt{cut}"
         for text, learnt in sample["text"]:
             style = (LEARNT if learnt else NOT_LEARNT) if color else ""
             yield _quoted(text, "learnt     | " if learnt else "not learnt | ", style)
     else:
-        yield title
+        yield title + cut
         for name in ("prompt", "chosen", "rejected"):
             if name in sample:
                 label = f"{name}, {sample[f'{name}_tokens']} tokens"

@@ -257,7 +257,9 @@ def _samples(
             if encoded is None:
                 why = "identical" if tally["dropped_identical"] else "too long"
                 yield {**sample, "left_out": why}
-            elif phase == "sft":
+                continue
+            sample["truncated"] = tally["truncated"] > 0
+            if phase == "sft":
                 pieces = learnt_pieces(encoded["input_ids"], encoded["labels"], tokenizer)
                 learnt = sum(label != IGNORED for label in encoded["labels"])
                 yield {**sample, "tokens": len(encoded["labels"]), "learnt": learnt, "text": pieces}

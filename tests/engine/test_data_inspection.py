@@ -100,6 +100,7 @@ def test_samples_show_what_is_learnt(report):
     question = "\n\nHuman: Hi?\n\nAssistant:"
     assert first["text"] == [(question, False), (" Hello.<eos>", True)]
     assert (first["tokens"], first["learnt"]) == (PROMPT + CHOSEN, CHOSEN)
+    assert [sample["truncated"] for sample in found["samples"][:5]] == [False] * 4 + [True]
     assert pair["rejected"] == f"{question} No.<eos>"
     assert (prompt["step"], prompt["prompt"]) == (3, question)
     assert [sample["row"] for sample in found["samples"]] == [1, 1, 1, 2, 2, 2]
