@@ -167,7 +167,10 @@ class RunsScreen(ResumingScreen):
         if not self.is_mounted or not self.size.width:
             return
         is_ascii = self.glyphs is ASCII
-        title: Row = [(f" runs in {clean(str(self.folder), is_ascii)}", "strong")]
+        folder, room = clean(str(self.folder), is_ascii), self.size.width // 3
+        if len(folder) > room:
+            folder = self.glyphs.cut + folder[-room:]
+        title: Row = [(f" runs in {folder}", "strong")]
         if self.marked:
             title.append((f"  {len(self.marked)} marked", "text"))
         if time.monotonic() < self._told_until:

@@ -166,7 +166,9 @@ def test_a_reason_is_asked_for_and_noted_by_the_command(tmp_path, monkeypatch):
 
 def test_a_run_that_waits_at_no_gate_takes_no_reason(tmp_path):
     run = RunFolder(tmp_path / "run")
-    run.write_state({**run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3])), "state": "stopped"})
+    run.write_state(
+        {**run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3])), "state": "stopped"}
+    )
     with pytest.raises(Refusal, match="waits at no gate"):
         resume.prepare_resume(run, [], accept="why not")
 

@@ -53,8 +53,8 @@ def make_run(folder: Path, name: str, config: RunConfig | None = None) -> RunFol
     return run
 
 
-def change(run: RunFolder, state: dict[str, Any] | None = None, **values: object) -> None:
-    run.write_state({**(state or run.read_state() or {}), **values})
+def change(run: RunFolder, before: dict[str, Any] | None = None, **values: object) -> None:
+    run.write_state({**(before or run.read_state() or {}), **values})
 
 
 def pause(run: RunFolder) -> None:
