@@ -95,5 +95,6 @@ def fix_for(cause: str, config: RunConfig, step: StepName) -> Assignments:
     fix = FIXES.get(cause)
     if fix is None:
         return {}
+    config = config.for_step(step)
     wanted = fix(config, step)
     return {key: value for key, value in wanted.items() if get_value(config, key) != value}

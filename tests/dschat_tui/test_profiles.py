@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from dschat_tui import memory_plan, profiles
 from dschat_tui.cli import app
+from dschat_tui.runs import preflight
+from dschat_tui.runs.fixes import fix_for
 from engine.config import (
     ConfigError,
     apply_overrides,
@@ -75,6 +77,8 @@ def refuse(*arguments, **options):
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 from typer.testing import CliRunner
 from dschat_tui.cli import app
+from dschat_tui.runs import preflight
+from dschat_tui.runs.fixes import fix_for
 result = CliRunner().invoke(app, ["profiles", "validate"])
 assert not {"torch", "transformers", "deepspeed", "datasets"} & set(sys.modules)
 print(result.output)
@@ -271,6 +275,28 @@ def _without_overrides(config):
     values = config.model_dump()
     values["reward"]["overrides"] = {}
     return values
+
+
+def test_a_fix_starts_from_what_the_step_overrides():
+    settings = ["reward.micro_batch_size=1", "critic.gradient_checkpointing=true"]
+    config = load_profile("opt-6.7b", settings)
+    assert fix_for("out_of_memory", config, "reward") == {"critic.zero_stage": 3}
+    assert "critic.zero_stage" not in fix_for("out_of_memory", config, "ppo")
+
+
+def test_data_that_a_step_overrides_is_checked_and_its_path_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plain.json").write_text(json.dumps([{"prompt": "a", "response": "b"}] * 20))
+    values = read_profile("tiny")
+    values["reward"]["overrides"] = {"data": {"sources": ["plain.json"]}}
+    with pytest.raises(preflight.Refusal) as refused:
+        preflight.prepare(resolve(values, "test"), tmp_path / "run", [1, 2])
+    assert any("plain.json" in reason and "pairs" in reason for reason in refused.value.reasons)
+    del values["reward"]["overrides"]
+    values["sft"]["overrides"] = {"data": {"sources": ["plain.json"]}}
+    plan = preflight.prepare(resolve(values, "test"), tmp_path / "run", [1, 2])
+    seen = {step: plan.config.for_step(step).data.sources[0].path for step in ("sft", "reward")}
+    assert seen == {"sft": str(tmp_path / "plain.json"), "reward": "embedded:facts"}
 
 
 def test_the_number_of_nodes_counts_in_batches_and_needs_several_nodes():
