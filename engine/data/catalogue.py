@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,19 @@ class Entry:
         """The steps that it serves; pairs serve all."""
         return (1, 2, 3) if self.rejected else (1,)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns without which the mapping means nothing."""
-        paths = (self.prompt, self.chosen, self.rejected, *(self.scores or ()), self.first_if)
-        return tuple(dict.fromkeys(path.split(".")[0] for path in paths if path))
+    def fitted(self, columns: Iterable[str]) -> Entry | None:
+        """The entry for rows with values in these columns; None: they are of something else.
 
-    def fits(self, columns: Iterable[str]) -> bool:
-        """Whether rows with these columns are of this data set."""
-        return set(self.columns) <= set(columns)
+        Where nothing is rejected the rows serve step 1 alone, as in the original.
+        """
+        roots = {path.split(".")[0] for path in (self.prompt, self.chosen)}
+        depends = {*(self.scores or ()), *([self.first_if] if self.first_if else [])}
+        there = set(columns)
+        if not roots | depends <= there:
+            return None
+        if self.rejected and self.rejected.split(".")[0] not in there:
+            return None if depends else replace(self, rejected=None)
+        return self
 
     def describe(self) -> str:
         """The mapping in words, as `prompt 'history', chosen 'human_ref_A'`."""
@@ -228,7 +232,7 @@ DATA_SETS = (
         "zh",
         prompt="queries.zh_cn",
         chosen="answers.zh_cn.0.text",
-        hub_id="mkqa",
+        hub_id="apple/mkqa",
         licence="cc-by-3.0",
     ),
     Entry(
@@ -236,7 +240,7 @@ DATA_SETS = (
         "ja",
         prompt="queries.ja",
         chosen="answers.ja.0.text",
-        hub_id="mkqa",
+        hub_id="apple/mkqa",
         licence="cc-by-3.0",
     ),
     Entry("Cohere/miracl-ja-queries-22-12", "ja", **_MIRACL, licence="unknown"),

@@ -366,8 +366,8 @@ def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     filled = {name for row in rows for name, value in row.items() if value is not None}
     entry = None if source.columns else catalogue.entry_for(source.path)
-    if entry and entry.fits(columns):
-        return _schema_of_entry(entry)
+    if entry and (fitted := entry.fitted(filled)):
+        return _schema_of_entry(fitted)
     known = ("prompt", "chosen", "rejected", "response", "messages", "text")
     for ours, theirs in source.columns.items():
         if ours not in known:

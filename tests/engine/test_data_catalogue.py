@@ -152,6 +152,13 @@ def test_other_columns_under_a_known_name_are_found_by_themselves():
     assert read("/data/stanfordnlp/SHP/mine.json", row) == (["user: Hi?"], "A", "B")
 
 
+@pytest.mark.parametrize("nothing", [{}, {"rejected": None}])
+def test_answers_of_ones_own_without_rejected_ones_serve_step_1(nothing):
+    row = {"prompt": "Human: Hi? Assistant:", "chosen": "A", **nothing}
+    assert read("local/jsonfile", row) == (["user: Hi?"], "A", None)
+    assert find_schema([row], DataSource(path="local/jsonfile")).phases == {"sft", "ppo"}
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [
@@ -229,7 +236,7 @@ def test_a_known_set_on_the_hub_by_its_own_id_and_held_out_part(tmp_path, monkey
     assert loaded.train["chosen"][0] == chosen
     parts = DatasetDict(train=Dataset.from_list([MKQA]))
     load_source(DataSource(path="mkqa-Japanese"), str(tmp_path))
-    assert asked[-1][0] == "mkqa"
+    assert asked[-1][0] == "apple/mkqa"
 
 
 def test_a_set_that_needs_a_script_names_the_way_to_its_files(tmp_path, monkeypatch):
@@ -237,5 +244,7 @@ def test_a_set_that_needs_a_script_names_the_way_to_its_files(tmp_path, monkeypa
         raise RuntimeError("Dataset scripts are no longer supported, but found mkqa.py")
 
     monkeypatch.setattr("datasets.load_dataset_builder", refuse)
-    with pytest.raises(DataError, match=r"hf download mkqa .*refs/convert/parquet .*mkqa-Chinese"):
+    with pytest.raises(
+        DataError, match=r"hf download apple/mkqa .*refs/convert/parquet .*mkqa-Chinese"
+    ):
         load_source(DataSource(path="mkqa-Chinese"), str(tmp_path))
