@@ -81,7 +81,9 @@ class Profile:
             return ""
         models = self.config.models
         reward = models.trained_reward or models.reward
-        names = [models.sft or models.actor, "SFT model" if reward == "sft" else reward]
+        names = [models.sft or models.actor]
+        if self.config.alignment == "ppo":
+            names.append("SFT model" if reward == "sft" else reward)
         return " + ".join(name.rsplit("/", 1)[-1].removeprefix("embedded:") for name in names)
 
     @property
@@ -90,7 +92,8 @@ class Profile:
         if self.config is None or self.report is None:
             return ""
         actor, reward = memory_plan.shapes_of(self.config, offline=True)
-        return " + ".join(_count(shape.parameters) for shape in (actor, reward or actor))
+        shapes = [actor, reward or actor] if self.config.alignment == "ppo" else [actor]
+        return " + ".join(_count(shape.parameters) for shape in shapes)
 
     @property
     def devices(self) -> str:

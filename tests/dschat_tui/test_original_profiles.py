@@ -24,6 +24,8 @@ opt-66b                facebook/opt-66b          64  4  1 1e-4    0.1  2 3 128 y
 llama2-7b              meta-llama/Llama-2-7b-hf   8  4  1 9.65e-6 0.0  4 3   0 yes no - 4
 llama2-7b-lora         meta-llama/Llama-2-7b-hf   8  4  1 9.65e-6 0.0  4 3 128 yes no - 4
 llama2-7b-mixz         meta-llama/Llama-2-7b-hf   8  4  1 9.65e-6 0.0  4 3 128 yes no - 4
+llama2-7b-dpo          meta-llama/Llama-2-7b-hf   8  4  1 9.65e-6 0.0  4 3   0 yes no - 4
+llama2-7b-lora-dpo     meta-llama/Llama-2-7b-hf   8  4  1 9.65e-6 0.0  4 3 128 yes no - 4
 bloom-1b1-chinese      bigscience/bloom-1b1       8  8  1 9.65e-6 0.0 16 2   0 no  no - 8
 mgpt-japanese          ai-forever/mGPT            8  2  1 9.65e-6 0.0 16 2   0 no  no - 2
 """
@@ -39,6 +41,13 @@ opt-66b                facebook/opt-350m         64  2  1 5e-5    0.1  1 0   0 n
 llama2-7b              meta-llama/Llama-2-7b-hf   8  8  1 9.65e-6 0.1  1 3   0 yes yes - 8
 llama2-7b-lora         meta-llama/Llama-2-7b-hf   8  8  1 9.65e-6 0.1  1 3 128 yes yes - 8
 llama2-7b-mixz         meta-llama/Llama-2-7b-hf   8  8  1 9.65e-6 0.1  1 3 128 yes yes - 8
+"""
+DPO = """
+opt-350m-dpo-one-gpu   facebook/opt-350m          1 16  4 5e-5    0.1  1 0   0 no  no  0.0 16
+opt-350m-dpo           facebook/opt-350m          8  4  1 5e-5    0.1  1 0   0 no  no  0.0 4
+opt-350m-dpo-nodes     facebook/opt-350m         64  2  1 5e-5    0.1  1 0   0 no  no  0.0 2
+llama2-7b-dpo          meta-llama/Llama-2-7b-hf   8  8  1 9.65e-6 0.1  1 3   0 yes yes - 8
+llama2-7b-lora-dpo     meta-llama/Llama-2-7b-hf   8  8  1 9.65e-6 0.1  1 3 128 yes yes - 8
 """
 # profile, devices, prompts a device in generation, rows a device in training, accumulation, then of
 # actor and critic: learning rate, weight decay, ZeRO, LoRA rank, checkpointing; then hybrid engine,
@@ -73,15 +82,17 @@ def devices_of(config: RunConfig) -> int:
 @pytest.mark.parametrize(
     ("step", "facts"),
     [pytest.param("sft", *row.values, id=f"sft-{row.id}") for row in rows(SFT)]
-    + [pytest.param("reward", *row.values, id=f"reward-{row.id}") for row in rows(REWARD)],
+    + [pytest.param("reward", *row.values, id=f"reward-{row.id}") for row in rows(REWARD)]
+    + [pytest.param("dpo", *row.values, id=f"dpo-{row.id}") for row in rows(DPO)],
 )
 def test_steps_1_and_2_have_the_settings_of_the_script(step, facts):
     profile, model, devices, micro, accumulation, rate, decay, epochs, *layout = facts
     zero, rank, checkpointing, offload, dropout, evaluated = layout
     config = load_profile(profile).for_step(step)
-    options = config.sft if step == "sft" else config.reward
-    role = config.actor if step == "sft" else config.critic
-    assert (config.models.actor if step == "sft" else config.models.reward) == model
+    options = getattr(config, step)
+    role = config.critic if step == "reward" else config.actor
+    assert (config.models.reward if step == "reward" else config.models.actor) == model
+    assert config.alignment == ("dpo" if profile.partition("-dpo")[1] else "ppo")
     assert devices_of(config) == int(devices)
     assert options.micro_batch_size == int(micro)
     assert options.batch_size == int(micro) * int(accumulation) * int(devices)
@@ -129,7 +140,7 @@ def test_step_3_has_the_settings_of_the_script(facts):
     assert not actor.dropout
 
 
-PROFILES = sorted({row.id for row in rows(SFT)})
+PROFILES = sorted({row.id for row in rows(SFT) + rows(DPO)})
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -143,7 +154,8 @@ def test_what_all_scripts_share(profile):
         0,
         100,
     )
-    assert config.sft.max_length == config.reward.max_length == 512
+    assert config.sft.max_length == config.reward.max_length == config.dpo.max_length == 512
+    assert (config.dpo.beta, config.dpo.label_smoothing) == (0.1, 0.0)
     assert config.ppo.max_prompt_length == config.ppo.max_answer_length == 256
     assert (config.ppo.kl_coef, config.ppo.clip, config.ppo.value_clip) == (0.1, 0.2, 0.2)
     assert (config.ppo.gamma, config.ppo.gae_lambda, config.ppo.reward_clip) == (1.0, 0.95, 5.0)
