@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from textual.screen import Screen
 from dschat_tui import keys
 from dschat_tui.logs.source import Source, SourceError, find_source
 from dschat_tui.screens.dialogs import Question
-from dschat_tui.screens.run import RunScreen
+from dschat_tui.screens.help import PAGES_WIDTH, HelpRows, Pages
+from dschat_tui.screens.run import LOST_SECONDS, RunScreen
 from dschat_tui.screens.runs import RunsScreen
+from dschat_tui.screens.start import StartScreen
 from dschat_tui.widgets.rows import row_text
 
 EXIT_REFUSED = 2
@@ -29,7 +32,7 @@ ONCE_POLL_SECONDS = 0.02
 
 
 class Dashboard(App[None]):
-    """The dashboard: opens on a source, or on the list of runs."""
+    """The dashboard: opens on a source, else on the runs where one goes on, else on a new one."""
 
     TITLE = "dschat"
     BINDINGS = keys.bindings("app")
@@ -46,9 +49,11 @@ class Dashboard(App[None]):
         ascii_only: bool = False,
         speed: float | None = None,
         leads_to: str = "",
+        sweep: Path | None = None,
     ) -> None:
         super().__init__()
         self.source = source
+        self.sweep_folder = sweep
         self.runs_folder = runs or Path("output")
         self.ascii_only = ascii_only
         self.speed = speed
@@ -61,10 +66,14 @@ class Dashboard(App[None]):
         loop = asyncio.get_running_loop()
         for number, code in EXIT_OF_SIGNAL.items():
             loop.add_signal_handler(number, self.leave_by_signal, code)
-        if self.source is None:
-            self.push_screen(RunsScreen(self.runs_folder))
-        else:
+        if self.sweep_folder is not None:
+            self.open_sweep(self.sweep_folder)
+        elif self.source is not None:
             self.open_run(self.source)
+        elif one_goes_on(self.runs_folder):
+            self.action_show_runs()
+        else:
+            self.action_show_start()
 
     def leave_by_signal(self, code: int) -> None:
         """Give the terminal back and exit with the code of the signal."""
@@ -73,6 +82,12 @@ class Dashboard(App[None]):
     def open_run(self, source: Source) -> None:
         """Show a run or a log."""
         self.push_screen(RunScreen(source, self.ascii_only, self.speed))
+
+    def open_sweep(self, folder: Path) -> None:
+        """Show a sweep, whose cells open as runs."""
+        from dschat_tui.screens.sweep import SweepScreen
+
+        self.push_screen(SweepScreen(folder))
 
     def open_chat(self, run: Path) -> bool:
         """Talk with the models of a run; False where it has none yet."""
@@ -84,6 +99,30 @@ class Dashboard(App[None]):
         if models:
             self.push_screen(ChatScreen(models, self.ascii_only))
         return bool(models)
+
+    def action_show_start(self) -> None:
+        """Go to the form of a new run."""
+        self._go_back_to(StartScreen) or self.push_screen(StartScreen(self.runs_folder))
+
+    def action_show_runs(self) -> None:
+        """Go to the list of runs."""
+        self._go_back_to(RunsScreen) or self.push_screen(RunsScreen(self.runs_folder))
+
+    def _go_back_to(self, kind: type[Screen[Any]]) -> bool:
+        """Close what lies over a screen of a kind; False where there is none."""
+        if not any(isinstance(screen, kind) for screen in self.screen_stack):
+            return False
+        while not isinstance(self.screen, kind):
+            self.pop_screen()
+        return True
+
+    def action_help(self) -> None:
+        """Show the keys of this screen and the meaning of metrics."""
+        screen = self.screen
+        kinds = [type(node) for node in (screen, *screen.query("*"), self)]
+        metrics = screen.model.series if isinstance(screen, RunScreen) else ()
+        width = min(screen.size.width, PAGES_WIDTH) - 4
+        self.push_screen(Pages("Help", HelpRows(keys.scopes_of(kinds), metrics, width)))
 
     def action_leave(self) -> None:
         """Quit; with a run going, ask what becomes of it."""
@@ -106,6 +145,15 @@ class Dashboard(App[None]):
             self.screen.ask_to_stop()
         if answer:
             self.exit()
+
+
+def one_goes_on(folder: Path) -> bool:
+    """Whether a run in a folder goes on, by what its supervisor wrote last."""
+    for file in folder.glob("*/run.json"):
+        state = find_source(file.parent).read_state() or {}
+        if state.get("state") == "running" and time.time() - state.get("updated", 0) < LOST_SECONDS:
+            return True
+    return False
 
 
 def has_terminal() -> bool:
@@ -155,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="dschat-tui", description="The dashboard: start, watch and compare runs."
     )
-    parser.add_argument("path", nargs="?", type=Path, help="folder of a run, or a training.log")
+    parser.add_argument("path", nargs="?", type=Path, help="a run, a sweep, or a training.log")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII alone")
     arguments = parser.parse_args()
     if not has_terminal():
@@ -166,13 +214,15 @@ def main() -> None:
         )
         sys.exit(EXIT_REFUSED)
     source = None
-    if arguments.path is not None:
+    is_sweep = arguments.path is not None and (arguments.path / "sweep.json").is_file()
+    if arguments.path is not None and not is_sweep:
         try:
             source = find_source(arguments.path)
         except SourceError as error:
             print(f"dschat-tui: {error}", file=sys.stderr)
             sys.exit(EXIT_REFUSED)
-    sys.exit(show(Dashboard(source, ascii_only=arguments.ascii)))
+    sweep = arguments.path if is_sweep else None
+    sys.exit(show(Dashboard(source, ascii_only=arguments.ascii, sweep=sweep)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,32 @@ class Key(NamedTuple):
 
 KEYS = (
     Key("app", "app.quit", "q,ctrl+c", "leave", "quit", "q", 10),
+    Key("app", "app.help", "question_mark", "help", "help", "?", 12),
+    Key("start", "start.start", "s", "start", "start it", "s", 1),
+    Key("start", "start.next", "tab", "panel(1)", "panel", "tab", 20),
+    Key("start", "start.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
+    *(
+        Key(
+            "start",
+            f"start.group{n}",
+            str(n),
+            f"group({n - 1})",
+            f"group {n} of the options",
+            str(n),
+        )
+        for n in range(1, 8)
+    ),
+    Key("start", "start.filter", "slash", "filter", "filter", "/", 21),
+    Key("start", "start.way_out", "w", "way_out", "set what is needed", "w", 22),
+    Key("start", "start.copy", "y", "copy", "copy command", "y", 23),
+    Key("start", "start.save", "v", "save", "save as profile", "v", 24),
+    Key("start", "start.runs", "r", "app.show_runs", "runs", "r", 11),
+    Key("start", "start.back", "escape", "back", "end typing, the filter, this screen", "esc"),
+    Key("form", "form.change", "space,enter,right", "screen.change(1)", "change, or type", "space"),
+    Key("form", "form.change_back", "left", "screen.change(-1)", "the value before", "left"),
+    Key("form", "form.reset", "backspace,delete", "screen.reset", "as in the profile", "backspace"),
+    Key("pages", "pages.close", "escape,q,question_mark", "close", "close", "esc", 1),
+    Key("sweep", "sweep.back", "escape", "back", "back to the screen before", "esc"),
     Key("run", "run.back", "escape", "back", "back to the charts, or to the runs", "esc"),
     Key("run", "run.step1", "1", "show_step(0)", "step 1", "1"),
     Key("run", "run.step2", "2", "show_step(1)", "step 2", "2"),

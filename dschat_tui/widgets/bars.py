@@ -37,9 +37,12 @@ class TabBar(Rows):
             super().__init__()
             self.name = name
 
-    def __init__(self, names: Sequence[str], *, id: str | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], hint: str = "first letter opens", *, id: str | None = None
+    ) -> None:
         super().__init__(id=id)
         self.names = names
+        self.hint = f"  {hint}"
         self.chosen = names[0]
         self.badges: dict[str, str] = {}
 
@@ -62,9 +65,8 @@ class TabBar(Rows):
         for name, text in self._labels():
             style = "chosen" if name == self.chosen else "muted"
             row.append((text, "warn" if name in self.badges and style == "muted" else style))
-        hint = "  first letter opens"
-        if len(row_text(row)) + len(hint) <= width:
-            row.append((hint, "muted"))
+        if len(row_text(row)) + len(self.hint) <= width:
+            row.append((self.hint, "muted"))
         return [fit(row, width, self.cut)]
 
     def on_click(self, event: events.Click) -> None:

@@ -1,0 +1,734 @@
+"""The Start screen: a profile, its options, whether it fits, what will run; then the run itself."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from textual import work
+from textual.app import ComposeResult
+from textual.containers import Container
+from textual.screen import Screen
+from textual.worker import Worker, WorkerState, get_current_worker
+
+from dschat_tui import keys
+from dschat_tui.logs.source import find_source
+from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.help import Pages
+from dschat_tui.screens.plan import plan_rows, wrapped
+from dschat_tui.screens.start_rows import (
+    Need,
+    OptionRows,
+    ProfileRows,
+    option_detail,
+    profile_detail,
+)
+from dschat_tui.widgets.bars import Line, TabBar
+from dschat_tui.widgets.lines import LineList, Nothing
+from dschat_tui.widgets.rows import Row
+from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+
+if TYPE_CHECKING:
+    from textual.widgets import Input
+
+    from dschat_tui.form import Entry, Form
+    from dschat_tui.memory_plan import Report
+    from engine.config import ModelFacts, Option, RunConfig
+
+TOLD_SECONDS = 5.0
+# a key held down changes options faster than anybody reads plans
+SETTLE_SECONDS = 0.05
+SMALL_WIDTH, SMALL_HEIGHT = 80, 20
+PANELS = ("profiles", "options", "plan", "command")
+# the names of the groups, as dschat_tui.form has them: it takes a moment to load
+GROUP_TABS = ("memory", "speed", "LoRA", "stability", "data", "logging", "all")
+FIRST_PROFILE = "tiny"
+
+
+class Planned(NamedTuple):
+    """What is found out about a form beside the screen."""
+
+    report: Report | None
+    problem: str
+    facts: ModelFacts
+    commands: list[list[str]]
+    is_searched: bool
+
+
+class Started(NamedTuple):
+    """The folder of a run that was started, or why it was not."""
+
+    path: Path
+    reasons: list[str]
+
+
+class OptionList(LineList):
+    """The options; its keys change the one under the cursor."""
+
+    BINDINGS = keys.bindings("form")
+
+
+class Lines:
+    """Rows made before, as the source of a list."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self.count = len(rows)
+
+    def rows(self, first: int, count: int, shift: int) -> list[Row]:
+        """Rows from `first` on."""
+        return self._rows[first : first + count]
+
+
+class StartScreen(Screen[None]):
+    """The guided run: each change is checked, planned and shown as the command it comes to."""
+
+    CSS_PATH = "start.tcss"
+    BINDINGS = keys.bindings("start")
+    AUTO_FOCUS = None
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+
+    def __init__(self, runs: Path) -> None:
+        super().__init__()
+        self._follow: Callable[[str], None] | None = None
+        self.runs_folder = runs
+        self.entries: list[Entry] = []
+        self.needs: dict[str, Need] = {}
+        self.form: Form | None = None
+        self.filter = ""
+        self.group = GROUP_TABS[0]
+        self.panel = PANELS[0]
+        self.planned: Planned | None = None
+        self.effect = ""
+        self.is_starting = False
+        self._chosen = FIRST_PROFILE
+        self._asked: Callable[[str], str | None] | None = None
+        self._told, self._told_until = "", 0.0
+
+    @property
+    def glyphs(self) -> Glyphs:
+        """The signs to draw with."""
+        return ASCII if self.app.has_class("-ascii") else UNICODE
+
+    def compose(self) -> ComposeResult:
+        """The four panels; where it is small, one of them at a time."""
+        yield Line(id="start-header")
+        yield TabBar(PANELS, hint="tab: the next", id="start-panels")
+        with Container(id="start-body"):
+            with Container(id="profiles-side", classes="start-side start-panel"):
+                yield LineList(id="profiles")
+                yield Line(id="profile-detail")
+            with Container(id="options-side", classes="start-side start-panel"):
+                yield TabBar(GROUP_TABS, hint="1 to 7", id="groups")
+                yield OptionList(id="options")
+                yield Line(id="option-detail")
+        yield LineList(id="plan").add_class("start-panel")
+        yield LineList(id="command").add_class("start-panel")
+        yield Line(id="start-keys")
+
+    def on_mount(self) -> None:
+        """Read the profiles once the first picture is on the screen."""
+        for name in PANELS:
+            self._list(name).show(Nothing("reading the profiles"))
+        self._mark_panel()
+        self.call_after_refresh(self._read_profiles)
+
+    def on_resize(self) -> None:
+        """One panel at a time where it is small."""
+        is_small = self.size.width < SMALL_WIDTH or self.size.height < SMALL_HEIGHT
+        self.set_class(is_small, "-single")
+        self.call_after_refresh(self.draw)
+
+    def on_screen_resume(self) -> None:
+        """Look again which folder is free."""
+        self.call_after_refresh(self._plan)
+
+    def tell(self, text: str) -> None:
+        """Show a text in the header for some seconds."""
+        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
+        self._draw_header()
+        self.set_timer(TOLD_SECONDS + 0.1, self._draw_header)
+
+    # beside the screen: profiles, plans, the start
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="profiles")
+    def _read_profiles(self) -> list[Entry]:
+        from dschat_tui import form
+
+        return form.read_entries()
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="needs")
+    def _find_needs(self, entries: list[Entry]) -> dict[str, Need]:
+        worker = get_current_worker()
+        needs = {}
+        for entry in entries:
+            if worker.is_cancelled:
+                break
+            if entry.config is not None:
+                needs[entry.name] = _need(entry.config)
+        return needs
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="plan")
+    def _make_plan(self, config: RunConfig, output: Path, is_searched: bool) -> Planned | None:
+        worker = get_current_worker()
+        time.sleep(SETTLE_SECONDS)
+        return None if worker.is_cancelled else _planned(config, output, is_searched)
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="effect")
+    def _find_effect(self, config: RunConfig, key: str, value: Any) -> str:
+        worker = get_current_worker()
+        time.sleep(SETTLE_SECONDS)
+        return "" if worker.is_cancelled else _effect(config, key, value)
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="start")
+    def _start(self, config: RunConfig, profile: str, output: Path) -> Started:
+        from dschat_tui.runs import supervisor
+        from dschat_tui.runs.preflight import Refusal, prepare
+        from engine.config import to_yaml
+
+        try:
+            plan = prepare(config, output, None)
+            plan.run.create(to_yaml(plan.config), profile, plan.steps)
+            supervisor.start(plan.run)
+        except Refusal as refusal:
+            return Started(output, refusal.reasons)
+        except OSError as error:
+            return Started(output, [f"cannot write the run's folder {output}: {error.strerror}"])
+        return Started(plan.run.path, [])
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Take what a worker found, or say what went wrong in it."""
+        take: dict[str, Callable[[Any], None]] = {
+            "profiles": self._take_profiles,
+            "needs": self._take_needs,
+            "plan": self._take_plan,
+            "effect": self._take_effect,
+            "start": self._take_start,
+        }
+        if event.state == WorkerState.ERROR:
+            self.is_starting = False
+            self.tell(f"{event.worker.name}: {event.worker.error!r}")
+        elif event.state == WorkerState.SUCCESS and event.worker.group in take:
+            take[event.worker.group](event.worker.result)
+
+    def _take_profiles(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        names = [entry.name for entry in self._shown_entries()]
+        if self._chosen not in names and names:
+            self._chosen = names[0]
+        if self._chosen in names:
+            self._list("profiles").cursor = names.index(self._chosen)
+        if self.focused is None:
+            self._list(self.panel).focus()
+        self._choose(self._chosen)
+        self._find_needs(entries)
+
+    def _take_needs(self, needs: dict[str, Need]) -> None:
+        self.needs = needs
+        self._draw_profiles()
+
+    def _take_plan(self, planned: Planned | None) -> None:
+        if planned is None or self.form is None:
+            return
+        self.planned = planned
+        if planned.facts != self.form.facts:
+            self.form.know(planned.facts)
+        self.draw()
+        if planned.report is not None and not planned.report.fits and not planned.is_searched:
+            self._make_plan(self.form.config, self.output(), True)
+
+    def _take_effect(self, effect: str) -> None:
+        self.effect = effect
+        self._draw_option_detail()
+
+    def _take_start(self, started: Started) -> None:
+        self.is_starting = False
+        if started.reasons:
+            rows = [
+                row
+                for reason in started.reasons
+                for row in [*wrapped(clean(reason), self.size.width - 8, "text"), []]
+            ]
+            self.app.push_screen(Pages("It does not start", Lines(rows)))
+            return
+        self.app.open_run(find_source(started.path))  # type: ignore[attr-defined]
+
+    # the form
+
+    def output(self) -> Path:
+        """The folder that the run would get."""
+        from dschat_tui.runs.folder import next_free
+
+        return next_free(self.runs_folder, self._chosen)
+
+    def _shown_entries(self) -> list[Entry]:
+        text = self.filter.lower() if self.panel == "profiles" else ""
+        return [e for e in self.entries if text in f"{e.name} {e.description}".lower()]
+
+    def _choose(self, name: str) -> None:
+        """Take another profile; what was changed stays changed on top of it."""
+        from dschat_tui.form import Form
+        from engine.config import ConfigError
+
+        self._chosen = name
+        entry = next((entry for entry in self.entries if entry.name == name), None)
+        assignments = {} if self.form is None else self.form.assignments
+        self.form = None
+        if entry is not None and entry.config is not None:
+            try:
+                self.form = Form(name, entry.config, assignments)
+            except ConfigError as error:
+                self.tell(f"changes were taken back: {error}")
+                self.form = Form(name, entry.config)
+        self._changed()
+
+    def _assign(self, changes: dict[str, str]) -> str | None:
+        """Change options; what is wrong with a value, in words, or None."""
+        from engine.config import ConfigError
+
+        assert self.form is not None
+        try:
+            self.form.assign(changes)
+        except ConfigError as error:
+            return str(error).removeprefix("the form: ")
+        self._changed()
+        return None
+
+    def _changed(self) -> None:
+        self.planned, self.effect = None, ""
+        self.draw()
+        self._plan()
+        self._look_at_option()
+
+    def _plan(self) -> None:
+        if self.form is not None:
+            self._make_plan(self.form.config, self.output(), False)
+
+    def _options(self) -> list[Option]:
+        from dschat_tui.form import find_options, options_of
+
+        if self.filter and self.panel == "options":
+            return find_options(self.filter)
+        return options_of(self.group)
+
+    def _option(self) -> Option | None:
+        """The option under the cursor."""
+        listed = self._list("options")
+        if isinstance(listed.source, OptionRows) and listed.cursor < listed.source.count:
+            return listed.source.options[listed.cursor]
+        return None
+
+    def _look_at_option(self) -> None:
+        """Find out what the next value of the option under the cursor comes to."""
+        from dschat_tui.form import choices
+        from engine.config import get_value
+
+        option, self.effect = self._option(), ""
+        self._draw_option_detail()
+        if option is None or self.form is None or not choices(option.key):
+            return
+        value = self.form.next_value(option.key, 1)
+        if value != get_value(self.form.config, option.key):
+            self._find_effect(self.form.config, option.key, value)
+
+    # drawing
+
+    def _list(self, name: str) -> LineList:
+        return self.query_one(f"#{name}", LineList)
+
+    def draw(self) -> None:
+        """Draw all panels."""
+        if not self.is_mounted or not self.size.width:
+            return
+        self._draw_header()
+        self.query_one("#start-panels", TabBar).show(self.panel, {})
+        self._draw_profiles()
+        self._draw_options()
+        self._draw_plan()
+        self._draw_command()
+        shown: Row = []
+        for display, description in keys.hints("app", "start"):
+            shown += [(f" {display}", "strong"), (f" {description} ", "muted")]
+        self.query_one("#start-keys", Line).show(shown)
+
+    def _draw_header(self) -> None:
+        if not self.is_mounted:
+            return
+        header = self.query_one("#start-header", Line)
+        if time.monotonic() < self._told_until:
+            told = wrapped(f" {clean(self._told, self.glyphs is ASCII)}", self.size.width, "warn")
+            header.styles.height = len(told)
+            header.show(*told)
+            self.call_after_refresh(header.show, *told)
+            return
+        header.styles.height = 1
+        dot = f" {self.glyphs.dot} "
+        row: Row = [(" dschat", "strong"), (f"{dot}new run", "text")]
+        if self.is_starting:
+            row.append((f"{dot}checking, then starting", "warn"))
+        elif self.form is not None:
+            changed = len(self.form.assignments)
+            row.append((f" of {clean(self.form.profile, self.glyphs is ASCII)}", "text"))
+            row.append((f" {self.glyphs.arrow} {clean(str(self.output()))}", "text"))
+            if self.form.violations:
+                row.append((f"{dot}{self.glyphs.check} breaks a rule", "bad"))
+            if changed:
+                row.append((f"{dot}* {changed} changed", "warn"))
+        if self.filter:
+            row.append((f"{dot}{self.panel} with '{clean(self.filter)}'", "warn"))
+        header.show(row)
+
+    def _draw_profiles(self) -> None:
+        shown = self._shown_entries()
+        listed = self._list("profiles")
+        if not self.entries:
+            return
+        if shown:
+            listed.show(ProfileRows(shown, self._chosen, self.needs, self.glyphs))
+        else:
+            listed.show(Nothing(f"none with '{clean(self.filter)}'"))
+        detail = self.query_one("#profile-detail", Line)
+        entry = next((entry for entry in shown if entry.name == self._chosen), None)
+        need = self.needs.get(self._chosen)
+        detail.show(*(profile_detail(entry, need, detail.size.width, self.glyphs) if entry else []))
+
+    def _draw_options(self) -> None:
+        self.query_one("#groups", TabBar).show(self.group, {})
+        listed = self._list("options")
+        if self.form is None:
+            if self.entries:
+                listed.show(Nothing("this profile cannot be used: see beside it"))
+            return
+        found = self._options()
+        if found:
+            listed.show(OptionRows(self.form, found, self.glyphs))
+        else:
+            listed.show(Nothing(f"none with '{clean(self.filter)}'"))
+        self._draw_option_detail()
+
+    def _draw_option_detail(self) -> None:
+        detail, option = self.query_one("#option-detail", Line), self._option()
+        if self.form is None or option is None:
+            detail.show()
+            return
+        size = detail.size
+        rows = option_detail(self.form, option, self.effect, size.width, size.height, self.glyphs)
+        detail.show(*rows)
+
+    def _draw_plan(self) -> None:
+        listed, planned = self._list("plan"), self.planned
+        width = max(listed.size.width, self.size.width)
+        rows: list[Row] = []
+        if self.form is not None:
+            for violation in self.form.violations:
+                told = f"{self.glyphs.check} {clean(str(violation), self.glyphs is ASCII)}"
+                rows += wrapped(told, width, "bad")
+        if planned is None:
+            rows.append([("planning", "muted")])
+        elif planned.report is None:
+            rows += wrapped(clean(planned.problem, self.glyphs is ASCII), width, "warn")
+        else:
+            rows += plan_rows(planned.report, planned.is_searched, width, self.glyphs)
+        listed.show(Lines(rows))
+
+    def _draw_command(self) -> None:
+        listed = self._list("command")
+        width = max(listed.size.width, self.size.width)
+        rows = wrapped(self.command_text(), width, "strong")
+        for command in self.planned.commands if self.planned is not None else []:
+            rows += wrapped(clean(shlex.join(command), self.glyphs is ASCII), width, "muted")
+        listed.show(Lines(rows))
+
+    def command_text(self) -> str:
+        """The command that does what the form says."""
+        return "" if self.form is None else shlex.join(self.form.command(self.output()))
+
+    # keys
+
+    def _mark_panel(self) -> None:
+        sides = {"profiles": "profiles-side", "options": "options-side"}
+        for name in PANELS:
+            widget = self.query_one(f"#{sides.get(name, name)}")
+            widget.set_class(name == self.panel, "-current")
+        self.query_one("#start-body").set_class(self.panel in sides, "-current")
+
+    def _go_to_panel(self, name: str) -> None:
+        self._end_prompt()
+        if self.filter and name != self.panel:
+            self.filter = ""
+        self.panel = name
+        self._mark_panel()
+        self._list(name).focus()
+        self.call_after_refresh(self.draw)
+
+    def action_panel(self, by: int) -> None:
+        """Go to another panel."""
+        self._go_to_panel(PANELS[(PANELS.index(self.panel) + by) % len(PANELS)])
+
+    def on_descendant_focus(self) -> None:
+        """A click on a list makes its panel the current one."""
+        name = self.focused.id if self.focused is not None else None
+        if name in PANELS and name != self.panel:
+            self._go_to_panel(str(name))
+
+    def on_tab_bar_chosen(self, message: TabBar.Chosen) -> None:
+        """A click on a tab."""
+        if message.name in PANELS:
+            self._go_to_panel(message.name)
+        else:
+            self.action_group(GROUP_TABS.index(message.name))
+
+    def action_group(self, index: int) -> None:
+        """Show a group of options."""
+        self.group, self.filter = GROUP_TABS[index], ""
+        self._list("options").cursor = 0
+        self._go_to_panel("options")
+        self.call_after_refresh(self._look_at_option)
+
+    def on_line_list_moved(self, message: LineList.Moved) -> None:
+        """The profile under the cursor is the chosen one; an option is explained."""
+        if message.list_id == "profiles":
+            source = self._list("profiles").source
+            if isinstance(source, ProfileRows) and source.entries:
+                name = source.entries[message.index].name
+                if name != self._chosen:
+                    self._choose(name)
+        elif message.list_id == "options":
+            self._look_at_option()
+
+    def on_line_list_picked(self, message: LineList.Picked) -> None:
+        """From a profile to its options."""
+        if message.list_id == "profiles":
+            self._go_to_panel("options")
+
+    def action_change(self, by: int) -> None:
+        """The next or previous value of an option, or a line to type one into."""
+        from dschat_tui.form import choices, value_text
+        from engine.config import get_value
+
+        option = self._option()
+        if option is None or self.form is None:
+            return
+        now = get_value(self.form.config, option.key)
+        if not choices(option.key):
+            unit = f" ({option.unit})" if option.unit else ""
+            self._ask(
+                f"{option.title}{unit}, then enter", value_text(now), self._setter(option.key)
+            )
+            return
+        value = self.form.next_value(option.key, by)
+        if value == now:
+            violation = self.form.obstacles(option.key)[0][1]
+            self.tell(f"not possible [{violation.id}]; the reason stands below the options")
+            return
+        self._assign({option.key: value_text(value)})
+
+    def _setter(self, key: str) -> Callable[[str], str | None]:
+        return lambda text: self._assign({key: text})
+
+    def action_reset(self) -> None:
+        """Take the change of an option back."""
+        option = self._option()
+        if option is not None and self.form is not None:
+            self.form.reset(option.key)
+            self._changed()
+
+    def action_way_out(self) -> None:
+        """Set what the greyed option needs, what a broken rule asks for, or what makes it fit."""
+        from dschat_tui.form import mend_texts
+
+        if self.form is None:
+            return
+        option = self._option() if self.panel == "options" else None
+        changes = self.form.way_out(option.key) if option is not None else {}
+        for violation in self.form.violations:
+            changes = changes or mend_texts(violation.mend)
+        report = self.planned.report if self.planned is not None else None
+        if not changes and report is not None and report.change is not None:
+            changes = mend_texts(report.change.assignments)
+        if not changes:
+            self.tell("nothing to set: no rule is in the way here, and the plan proposes nothing")
+        elif problem := self._assign(changes):
+            self.tell(problem)
+        else:
+            self.tell("set " + ", ".join(f"{key}={text}" for key, text in changes.items()))
+
+    def action_filter(self) -> None:
+        """Filter profiles or options as a text is typed."""
+        if self.panel not in ("profiles", "options"):
+            self._go_to_panel("profiles")
+        self._ask(f"filter {self.panel}, then enter", self.filter, self._end_filter, self._narrow)
+
+    def _narrow(self, text: str) -> None:
+        self.filter = text
+        listed = self._list(self.panel)
+        listed.cursor = 0
+        if self.panel == "options":
+            self.draw()
+            self._look_at_option()
+            return
+        shown = [entry.name for entry in self._shown_entries()]
+        if shown and self._chosen not in shown:
+            self._choose(shown[0])
+        elif self._chosen in shown:
+            listed.cursor = shown.index(self._chosen)
+        self.draw()
+
+    def _end_filter(self, text: str) -> str | None:
+        self._narrow(text)
+        return None
+
+    def action_copy(self) -> None:
+        """Copy the command; on its panel, with the commands of the steps."""
+        commands = [self.command_text()]
+        if self.panel == "command" and self.planned is not None:
+            commands += [shlex.join(command) for command in self.planned.commands]
+        self.app.copy_to_clipboard("\n".join(commands))
+        self.tell(f"copied {len(commands)} command{'s' if len(commands) > 1 else ''}")
+
+    def action_save(self) -> None:
+        """Ask for a name and save the form as a profile."""
+        if self.form is not None:
+            self._ask("name of the new profile, then enter", "", self._save_as)
+
+    def _save_as(self, name: str) -> str | None:
+        from engine.config import ConfigError
+
+        assert self.form is not None
+        try:
+            path = self.form.save(name.strip())
+        except (ConfigError, OSError) as error:
+            return str(error)
+        self.form, self._chosen, self.filter = None, name.strip(), ""
+        self._read_profiles()
+        self.tell(f"saved {path}")
+        return None
+
+    def action_start(self) -> None:
+        """Check everything, then start the run and show it."""
+        if self.form is None or self.is_starting:
+            return
+        report = self.planned.report if self.planned is not None else None
+        if report is None or report.fits:
+            self._start_now("start")
+            return
+        question = Question(
+            ["By the plan it does not fit into memory. Start it all the same?"],
+            [("n", "no", ""), ("s", "start it", "start")],
+        )
+        self.app.push_screen(question, self._start_now)
+
+    def _start_now(self, answer: str | None) -> None:
+        if answer == "start" and self.form is not None:
+            self.is_starting = True
+            self._draw_header()
+            self._start(self.form.config, self.form.profile, self.output())
+
+    def action_back(self) -> None:
+        """Out of the line that is typed into, the filter, or this screen."""
+        if self._asked is not None:
+            self._end_prompt()
+            self._list(self.panel).focus()
+        elif self.filter:
+            self._narrow("")
+        elif len(self.app.screen_stack) > 2:
+            self.app.pop_screen()
+
+    # the line that is typed into
+
+    def _ask(
+        self,
+        placeholder: str,
+        text: str,
+        take: Callable[[str], str | None],
+        follow: Callable[[str], None] | None = None,
+    ) -> None:
+        """Ask for a line; `take` gives what is wrong with it, `follow` sees it while it grows."""
+        # not composed with the rest: it takes long to load, and the first picture comes first
+        from textual.widgets import Input
+
+        self._end_prompt()
+        self._asked, self._follow = take, follow
+        self.add_class("-asking")
+        prompt = Input(text, placeholder=placeholder, id="prompt", compact=True)
+        self.mount(prompt, before="#start-keys")
+        prompt.focus()
+
+    def _end_prompt(self) -> None:
+        self._asked = self._follow = None
+        self.remove_class("-asking")
+        self.query("#prompt").remove()
+
+    def on_input_changed(self, message: Input.Changed) -> None:
+        """Filter while it is typed."""
+        if self._follow is not None:
+            self._follow(message.value)
+
+    def on_input_submitted(self, message: Input.Submitted) -> None:
+        """Take the line, or say what is wrong with it and leave it there."""
+        if self._asked is None:
+            return
+        problem = self._asked(message.value)
+        if problem:
+            self.tell(problem)
+            return
+        self._end_prompt()
+        self._list(self.panel).focus()
+
+
+def _need(config: RunConfig) -> Need:
+    """What a configuration needs of this machine."""
+    from dschat_tui import memory_plan
+
+    try:
+        report = memory_plan.make(config, None, find_change=False, offline=True)
+    except memory_plan.PlanError as error:
+        return Need("?", None, str(error))
+    return Need(memory_plan.gib(_peak(report)), report.fits)
+
+
+def _peak(report: Report) -> int:
+    plan = report.plan
+    return plan.node_host_bytes if plan.device == "cpu" else plan.device_bytes
+
+
+def _planned(config: RunConfig, output: Path, is_searched: bool) -> Planned:
+    """The plan of a configuration, what rules must know of its models, and its commands."""
+    from dschat_tui import memory_plan
+    from dschat_tui.runs import launch, preflight
+    from dschat_tui.runs.folder import RunFolder
+
+    report, problem = None, ""
+    try:
+        report = memory_plan.make(config, None, find_change=is_searched, offline=True)
+    except memory_plan.PlanError as error:
+        problem = str(error)
+    port = config.launch.master_port or launch.free_port()
+    run = RunFolder(output)
+    try:
+        steps = preflight.wanted_steps(config, None)
+        commands = [launch.step_command(config, run, step, port) for step in steps]
+    except FileNotFoundError:
+        # preflight says so when it is started
+        commands = []
+    return Planned(report, problem, preflight.model_facts(config), commands, is_searched)
+
+
+def _effect(config: RunConfig, key: str, value: Any) -> str:
+    """What another value of an option does to the peak of memory."""
+    from dschat_tui import memory_plan
+    from dschat_tui.form import value_text, with_value
+
+    try:
+        before, after = (
+            memory_plan.make(c, None, find_change=False, offline=True)
+            for c in (config, with_value(config, key, value))
+        )
+    except memory_plan.PlanError:
+        return ""
+    change = (_peak(after) - _peak(before)) / memory_plan.GIB
+    told = f"{change:+.2g} GiB" if abs(change) >= 0.0005 else "no change of the peak"
+    return f"{value_text(value)}: {told}, {memory_plan.gib(_peak(after))} GiB in all."

@@ -1,0 +1,195 @@
+"""The form of the Start screen, without a screen: rules, texts of values, profiles, bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from dschat_tui import form as forms
+from dschat_tui import memory_plan
+from dschat_tui.form import Form, value_text
+from dschat_tui.screens import plan as plans
+from dschat_tui.screens.start import GROUP_TABS
+from dschat_tui.widgets.rows import row_text
+from dschat_tui.widgets.text import ASCII, UNICODE
+from engine.config import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    check,
+    get_value,
+    load_profile,
+    options,
+    profile_names,
+    resolve,
+    user_profiles,
+)
+
+WITH_CHOICES = [option.key for option in options() if forms.choices(option.key)]
+
+
+@pytest.fixture
+def tiny() -> Form:
+    """The form of the profile tiny, unchanged."""
+    return Form("tiny", load_profile("tiny"))
+
+
+def test_every_option_of_the_groups_exists_and_stands_in_one():
+    known = [option.key for option in options()]
+    grouped = [key for keys in forms.GROUPS.values() for key in keys]
+    assert sorted(set(grouped)) == sorted(grouped)
+    assert set(grouped) <= set(known)
+    assert [*forms.GROUPS, forms.ALL] == list(GROUP_TABS)
+    assert [option.key for option in forms.options_of(forms.ALL)] == known
+
+
+def test_the_stages_of_zero_are_choices_and_free_numbers_are_not():
+    assert forms.choices("actor.zero_stage") == (0, 1, 2, 3)
+    assert forms.choices("actor.offload") == (False, True)
+    assert "bf16" in forms.choices("dtype")
+    assert forms.choices("sft.batch_size") == forms.choices("ppo.kl_target") == ()
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "opt-66b"])
+def test_the_text_of_every_value_gives_the_value_back(name: str):
+    config = load_profile(name)
+    texts = [f"{o.key}={value_text(get_value(config, o.key))}" for o in options()]
+    assert resolve(apply_overrides({}, texts), "texts") == config
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [{"path": "a,b.json"}],
+        [{"path": "Dahoas/rm-static", "subset": "x"}],
+        [{"path": "a.json", "columns": {"prompt": "q"}}, {"path": "true"}],
+        [],
+    ],
+)
+def test_sources_that_are_more_than_a_name_survive_as_text(sources: list):
+    config = resolve({"data": {"sources": sources}}, "test")
+    text = value_text(config.data.sources)
+    again = resolve(apply_overrides({}, [f"data.sources={text}"]), "text")
+    assert again.data.sources == config.data.sources
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(WITH_CHOICES), st.sampled_from([1, -1])), max_size=6))
+def test_no_series_of_allowed_changes_breaks_a_rule_and_the_command_tells_all(changes):
+    form = Form("tiny", load_profile("tiny"))
+    for key, by in changes:
+        form.assign({key: value_text(form.next_value(key, by))})
+        assert form.violations == check(form.config) == []
+    command = form.command(Path("output/x"))
+    assert command[:4] == ["dschat", "run", "--profile", "tiny"]
+    assignments = [command[i + 1] for i, part in enumerate(command) if part == "--set"]
+    assert load_profile("tiny", assignments) == form.config
+
+
+def test_what_a_rule_forbids_is_greyed_with_its_way_out(tiny: Form):
+    assert tiny.is_greyed("mixz.enabled")
+    assert not tiny.is_greyed("actor.zero_stage")
+    assert not tiny.is_greyed("sft.batch_size")
+    [(value, violation)] = tiny.obstacles("mixz.enabled")
+    assert value is True
+    assert violation.id == "mixz-needs-zero3-and-lora"
+    tiny.assign(tiny.way_out("mixz.enabled"))
+    assert tiny.config.mixz.enabled
+    assert tiny.violations == []
+    # now the other way round: what MixZ needs cannot be taken from it
+    assert tiny.is_greyed("actor.zero_stage")
+    assert tiny.way_out("actor.zero_stage") == {}
+    assert tiny.next_value("actor.zero_stage", 1) == 3
+
+
+def test_a_change_back_is_no_change_and_a_bad_one_leaves_the_form_as_it_was(tiny: Form):
+    tiny.assign({"sft.batch_size": "32"})
+    assert tiny.assignments == {"sft.batch_size": "32"}
+    with pytest.raises(ConfigError, match=r"sft\.batch_size"):
+        tiny.assign({"sft.batch_size": "many"})
+    assert tiny.config.sft.batch_size == 32
+    tiny.reset("sft.batch_size")
+    assert tiny.assignments == {}
+    assert tiny.config == load_profile("tiny")
+
+
+def test_a_saved_form_is_a_profile_with_only_what_differs(tiny: Form):
+    tiny.assign({"actor.gradient_checkpointing": "true", "ppo.kl_coef": "0.05"})
+    path = tiny.save("saved-by-test")
+    try:
+        assert path.parent == user_profiles()
+        assert "saved-by-test" in profile_names()
+        assert load_profile("saved-by-test") == tiny.config
+        values = yaml.safe_load(path.read_text())
+        assert values["actor"]["gradient_checkpointing"] is True
+        assert "critic" not in values or "zero_stage" not in values["critic"]
+        assert forms.first_sentence(path) == "Made in the dashboard from the profile tiny."
+        for taken in ("saved-by-test", "tiny", "no name", "../up", ""):
+            with pytest.raises(ConfigError):
+                tiny.save(taken)
+    finally:
+        path.unlink()
+
+
+def everything() -> RunConfig:
+    """A configuration with all that a plan can hold."""
+    values = {
+        "dtype": "bf16",
+        "actor": {"zero_stage": 3, "offload": True, "lora": {"rank": 8, "only": True}},
+        "critic": {"zero_stage": 2},
+        "ref": {"share_actor": False},
+        "hybrid_engine": {"enabled": True},
+        "ema": {"enabled": True},
+        "data": {"unsupervised_sources": ["embedded:facts"]},
+        "launch": {"deployment": "single_node", "num_accelerators": 2},
+    }
+    return resolve(values, "test")
+
+
+@pytest.mark.parametrize("memory_gib", [None, 0.5, 80.0])
+def test_the_parts_of_a_bar_are_all_that_a_step_holds(memory_gib: float | None):
+    report = memory_plan.make(everything(), memory_gib, find_change=False, offline=True)
+    for step in report.plan.steps:
+        on_device, on_host = step.phases()[step.peak_phase]
+        assert sum(plans.parts_of(step, False).values()) == on_device
+        assert sum(plans.parts_of(step, True).values()) == on_host
+    ppo = report.plan.steps[-1]
+    held = plans.parts_of(ppo, False).keys() | plans.parts_of(ppo, True).keys()
+    assert {"actor", "reference", "critic", "reward", "optimizer", "actor_ema"} <= held
+    assert "cache" in held
+
+
+@given(
+    st.dictionaries(st.sampled_from([p.name for p in plans.PARTS]), st.integers(1, 10**12)),
+    st.integers(1, 10**12),
+    st.integers(10, 120),
+    st.sampled_from([UNICODE, ASCII]),
+)
+def test_a_bar_is_as_wide_as_its_place_and_shows_where_memory_ends(sizes, capacity, width, glyphs):
+    text = row_text(plans.bar(sizes, capacity, width, glyphs))
+    assert len(text) == width
+    assert (glyphs.cursor in text) == (sum(sizes.values()) > capacity)
+    letters = [sign for sign in text if sign.isupper()]
+    order = [part.letter for part in plans.PARTS if part.name in sizes]
+    assert letters == [letter for letter in order if letter in letters]
+    if glyphs is ASCII:
+        assert text.isascii()
+
+
+@pytest.mark.parametrize("width", [56, 80, 160])
+def test_the_plan_says_what_to_change_where_it_does_not_fit(width: int):
+    config = load_profile("tiny")
+    whole = memory_plan.make(config, 80.0, offline=True).plan.device_bytes / memory_plan.GIB
+    short = memory_plan.make(config, 0.97 * whole, offline=True)
+    assert short.change is not None
+    rows = [row_text(row) for row in plans.plan_rows(short, True, width, ASCII)]
+    assert rows[0].startswith("X does not fit")
+    assert max(map(len, rows)) <= width
+    for key in short.change.assignments:
+        assert key in "".join(row.strip() for row in rows)
+    looking = [row_text(row) for row in plans.plan_rows(short, False, width, ASCII)]
+    assert any("looking for what makes it fit" in row for row in looking)

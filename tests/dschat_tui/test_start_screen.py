@@ -1,0 +1,359 @@
+"""The Start screen by its keys, at three sizes, as frames of text; nothing is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from textual.pilot import Pilot
+
+from dschat_tui import form, keys, memory_plan
+from dschat_tui.app import Dashboard, screen_text
+from dschat_tui.runs import supervisor
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.screens.help import Pages
+from dschat_tui.screens.run import RunScreen
+from dschat_tui.screens.runs import RunsScreen
+from dschat_tui.screens.start import StartScreen
+from dschat_tui.widgets.rows import Rows, row_text
+from engine.config import RunConfig, load_config, load_profile, to_yaml, user_profiles
+
+SIZES = [(60, 16), (80, 24), (160, 50)]
+Script = Callable[[Pilot[None], StartScreen], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder of its own, without runs, and few profiles."""
+    monkeypatch.chdir(tmp_path)
+    names = form.profile_names
+    few = ("mine", "smollm2-135m", "tiny")
+    monkeypatch.setattr(form, "profile_names", lambda: [n for n in names() if n in few])
+    return tmp_path
+
+
+def drive(
+    script: Script, size: tuple[int, int] = (80, 24), ascii_only: bool = False, runs: str = "output"
+) -> None:
+    """Open the dashboard, wait for the profiles and the plan, and follow a script."""
+
+    async def follow() -> None:
+        app = Dashboard(runs=Path(runs), ascii_only=ascii_only)
+        async with app.run_test(size=size) as pilot:
+            screen = app.screen
+            assert isinstance(screen, StartScreen)
+            await until(pilot, lambda: screen.planned is not None and bool(screen.needs))
+            await script(pilot, screen)
+
+    asyncio.run(follow())
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 180
+    while not condition():
+        assert time.monotonic() < end, screen_text(pilot.app.screen)
+        await pilot.pause(0.05)
+
+
+async def press(pilot: Pilot[None], *pressed: str) -> str:
+    """Press keys and give the frame that they lead to, with its plan."""
+    await pilot.press(*pressed)
+    await pilot.pause()
+    screen = pilot.app.screen
+    if isinstance(screen, StartScreen) and screen.form is not None:
+        await until(pilot, lambda: screen.planned is not None)
+    await pilot.pause(0.05)
+    return screen_text(pilot.app.screen)
+
+
+async def go_to(pilot: Pilot[None], screen: StartScreen, key: str) -> str:
+    """Put the cursor on an option, by searching for it."""
+    if screen.panel != "options":
+        await press(pilot, "1")
+    await press(pilot, "slash", "ctrl+u", *key, "enter")
+    names = [option.key for option in screen._options()]
+    screen._list("options").go_to(names.index(key))
+    return await press(pilot)
+
+
+def words(screen: StartScreen, selector: str) -> str:
+    """The text of one widget, however it is broken into rows."""
+    rows = screen.query_one(selector, Rows)._rows or []
+    return " ".join(" ".join(row_text(row) for row in rows).split())
+
+
+def config_of(screen: StartScreen) -> RunConfig:
+    assert screen.form is not None
+    return screen.form.config
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_has_its_picture(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        frame = await press(pilot)
+        rows = frame.split("\n")
+        assert len(rows) == size[1]
+        assert max(map(cell_len, rows)) <= size[0]
+        assert "new run of tiny → output/tiny" in rows[0]
+        assert "s start it" in rows[-1]
+        assert "q quit" in rows[-1]
+        seen = [frame]
+        marks = ("✓ tiny", "ZeRO stage", "3 RLHF", "dschat run --profile tiny")
+        if size[0] >= 80:
+            assert all(mark in frame for mark in marks)
+            return
+        # one panel at a time, each reached by tab
+        for _ in marks[1:]:
+            seen.append(await press(pilot, "tab"))
+        for index, mark in enumerate(marks):
+            assert [mark in one for one in seen] == [i == index for i in range(len(marks))], mark
+        assert marks[0] in await press(pilot, "tab")
+
+    drive(script, size)
+
+
+def test_a_toggle_moves_the_plan_and_the_command() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "actor.gradient_checkpointing")
+        before = memory_plan.make(config_of(screen), None).plan
+        await until(pilot, lambda: "GiB in all" in screen.effect)
+        frame = await press(pilot, "space")
+        assert config_of(screen).actor.gradient_checkpointing
+        assert "--set actor.gradient_checkpointing=true" in words(screen, "#command")
+        assert "* 1 changed" in frame
+        assert "*[x]" in frame
+        planned = screen.planned
+        assert planned is not None
+        assert planned.report is not None
+        assert planned.report.plan.node_host_bytes < before.node_host_bytes
+        assert [command[-1] for command in planned.commands] == [
+            str(screen.output().absolute())
+        ] * 3
+        await press(pilot, "y")
+        assert pilot.app.clipboard == screen.command_text()
+        frame = await press(pilot, "backspace")
+        assert config_of(screen) == load_profile("tiny")
+        assert "changed" not in frame
+
+    drive(script)
+
+
+def test_what_a_rule_forbids_is_greyed_and_explained() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        frame = await go_to(pilot, screen, "mixz.enabled")
+        assert "- - (no)" in frame
+        assert "MixZ quantises the frozen" in words(screen, "#option-detail")
+        assert "w sets mixz.enabled=true" in frame
+        frame = await press(pilot, "space")
+        assert not config_of(screen).mixz.enabled
+        assert "mixz-needs-zero3-and-lora" in frame
+        await press(pilot, "w")
+        assert config_of(screen).mixz.enabled
+        assert config_of(screen).actor.zero_stage == 3
+
+    drive(script, (160, 50), ascii_only=True)
+
+
+def test_values_are_typed_and_what_is_wrong_with_one_is_said() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "sft.batch_size")
+        await press(pilot, "enter", "ctrl+u", *"many")
+        frame = await press(pilot, "enter")
+        assert "sft.batch_size = 'many': must be a valid integer" in " ".join(frame.split())
+        await press(pilot, "ctrl+u", *"32", "enter")
+        assert config_of(screen).sft.batch_size == 32
+        # what breaks a rule is told, and mended by a key
+        await go_to(pilot, screen, "launch.num_accelerators")
+        await press(pilot, "enter", "ctrl+u", "7", "enter")
+        frame = await press(pilot, "tab")
+        assert "breaks a rule" in frame
+        assert "batch-size-divides" in words(screen, "#plan")
+        await press(pilot, "w")
+        assert config_of(screen).sft.batch_size == 35
+
+    drive(script, (60, 16))
+
+
+def test_profiles_are_filtered_as_a_text_is_typed() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await press(pilot, "1", "down", "down", "down", "down", "down", "space")
+        changed = dict(screen.form.assignments) if screen.form else {}
+        assert changed
+        await press(pilot, "shift+tab", "slash", *"smoll")
+        assert screen._chosen.startswith("smollm2")
+        assert config_of(screen).models.actor == load_profile(screen._chosen).models.actor
+        # what was changed stays changed on another profile
+        assert screen.form is not None
+        assert screen.form.assignments == changed
+        await press(pilot, *"xyz")
+        assert "none with 'smollxyz'" in screen_text(screen)
+        frame = await press(pilot, "escape", "escape")
+        assert re.search(r"> *[0-9.]+ . smollm2", frame)
+        assert "tiny" in frame
+
+    drive(script)
+
+
+def test_what_does_not_fit_is_asked_about_and_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = memory_plan.make(load_profile("tiny"), 80.0).plan.device_bytes
+    monkeypatch.setattr(memory_plan, "gpu_memory", lambda: int(0.97 * needed))
+
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        def is_searched() -> bool:
+            return screen.planned is not None and screen.planned.is_searched
+
+        await until(pilot, is_searched)
+        frame = await press(pilot)
+        assert "✗ does not fit" in frame
+        assert "the smallest change that fits" in frame
+        assert "Start it all the same?" in await press(pilot, "s")
+        await press(pilot, "n")
+        assert isinstance(pilot.app.screen, StartScreen)
+        frame = await press(pilot, "w")
+        assert "✓ fits" in frame
+
+    drive(script)
+
+
+def test_a_form_is_saved_as_a_profile() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "ema.enabled")
+        await press(pilot, "space", "v", *"tiny", "enter")
+        assert "there is a profile tiny already" in screen_text(screen)
+        await press(pilot, "ctrl+u", *"mine", "enter")
+        await until(pilot, lambda: screen.form is not None)
+        frame = await press(pilot)
+        assert "new run of mine → output/mine" in frame or "saved" in frame
+        assert screen.form is not None
+        assert screen.form.command(Path("x"))[3:] == ["mine", "--output", "x"]
+        assert load_profile("mine").ema.enabled
+
+    try:
+        drive(script)
+    finally:
+        (user_profiles() / "mine.yaml").unlink()
+
+
+def test_starting_makes_the_run_that_the_form_says_and_shows_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[RunFolder] = []
+    monkeypatch.setattr(supervisor, "start", started.append)
+
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "ema.enabled")
+        await press(pilot, "space", "s")
+        await until(pilot, lambda: isinstance(pilot.app.screen, RunScreen))
+        [run] = started
+        assert run.path == here / "output" / "tiny"
+        assert load_config(run.config_file) == config_of(screen)
+        state = run.read_state()
+        assert state is not None
+        assert state["profile"] == "tiny"
+        assert list(state["steps"]) == ["sft", "reward", "ppo"]
+        await pilot.press("escape")
+        await pilot.pause()
+        assert pilot.app.screen is screen
+        # the next one gets a folder of its own
+        assert "output/tiny-2" in await press(pilot)
+
+    drive(script)
+
+
+def test_refusals_are_shown_and_nothing_is_made(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "start", lambda run: pytest.fail("it was started"))
+
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "models.actor")
+        await press(pilot, "enter", "ctrl+u", *"./nowhere", "enter", "s")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Pages))
+        frame = await press(pilot)
+        assert "It does not start" in frame
+        assert "models.actor=./nowhere" in frame
+        await press(pilot, "escape")
+        assert pilot.app.screen is screen
+        assert not (here / "output").exists()
+
+    drive(script, (60, 16))
+
+
+def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        async def told() -> str:
+            await pilot.press("question_mark")
+            await pilot.pause()
+            shown = pilot.app.screen
+            assert isinstance(shown, Pages)
+            rows = shown._source.rows(0, shown._source.count, 0)
+            await pilot.press("escape")
+            await pilot.pause()
+            return " ".join(" ".join(row_text(row) for row in rows).split())
+
+        def descriptions(scope: str) -> list[str]:
+            return [key.description for key in keys.KEYS if key.scope == scope]
+
+        text = await told()
+        for scope in ("start", "form", "list", "app"):
+            assert all(description in text for description in descriptions(scope))
+        assert not any(key.description in text for key in keys.KEYS if key.id == "run.jump")
+        assert "explained variance" in text
+        assert "rising from 0 towards 1; below 0 it harms" in text
+        assert "The KL running away" in text
+        await pilot.press("r")
+        await pilot.pause()
+        assert isinstance(pilot.app.screen, RunsScreen)
+        text = await told()
+        assert all(description in text for description in descriptions("runs"))
+        await pilot.press("n")
+        await pilot.pause()
+        assert pilot.app.screen is screen
+
+    drive(script, (160, 50))
+
+
+def test_ascii_draws_with_ascii_alone() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        for _ in range(5):
+            assert (await press(pilot, "tab")).isascii()
+        assert (await press(pilot, "question_mark")).isascii()
+
+    drive(script, (80, 24), ascii_only=True)
+
+
+@pytest.mark.parametrize(("seconds_ago", "kind"), [(1.0, RunsScreen), (3600.0, StartScreen)])
+def test_the_runs_come_first_while_one_goes_on(here: Path, seconds_ago: float, kind: type) -> None:
+    run = RunFolder(here / "output" / "going")
+    run.create(to_yaml(RunConfig()), "tiny", [])
+    state = run.read_state()
+    assert state is not None
+    state |= {"state": "running", "updated": time.time() - seconds_ago}
+    run.state_file.write_text(json.dumps(state))
+
+    async def look() -> None:
+        app = Dashboard()
+        async with app.run_test() as pilot:
+            await pilot.pause()
+            assert isinstance(app.screen, kind)
+            await pilot.press("n" if kind is RunsScreen else "r")
+            await pilot.pause()
+            assert isinstance(app.screen, StartScreen if kind is RunsScreen else RunsScreen)
+
+    asyncio.run(look())
+
+
+def test_every_key_of_the_form_has_its_action() -> None:
+    for key in keys.KEYS:
+        if key.scope in ("start", "form"):
+            owner, _, name = key.action.partition("(")[0].rpartition(".")
+            kind = Dashboard if owner == "app" else StartScreen
+            assert hasattr(kind, f"action_{name}"), key.id
+            # a widget's own bindings must name the screen that they act on
+            assert owner or key.scope == "start", key.id
