@@ -74,9 +74,10 @@ def test_hosts_are_asked_by_ssh_and_those_that_differ_are_named(monkeypatch, tmp
     ssh = tmp_path / "ssh"
     ssh.write_text(
         "#!/bin/sh\n"
+        "for last; do :; done\n"
         'for word; do case "$word" in\n'
-        "  good) exec " + sys.executable + " -c '" + doctor.VERSIONS + "';;\n"
-        "  old) echo 3.9.0 1.0 0.1 4.0; exit 0;;\n"
+        '  good) exec sh -c "$last";;\n'
+        """  old) echo '[{"Python": "3.9.0", "torch": "1.0"}, 0, true]'; exit 0;;\n"""
         "  locked) echo 'Permission denied (publickey).' >&2; exit 255;;\n"
         "esac; done\n"
     )
@@ -86,12 +87,14 @@ def test_hosts_are_asked_by_ssh_and_those_that_differ_are_named(monkeypatch, tmp
     hostfile.write_text("# the nodes\ngood slots=2\nold slots=2\nlocked slots=2\n")
     found = by_id(doctor._hosts(hostfile))
     assert found["host_good"].state == doctor.OK
-    assert "1.0" in found["host_old"].value
+    assert "torch 1.0 (here " in found["host_old"].value
     assert "Permission denied" in found["host_locked"].value
     assert found["host_locked"].advice
 
 
-@pytest.mark.parametrize("content", ["node1", "node1 slots=x", "-oProxyCommand=x slots=1", ""])
+@pytest.mark.parametrize(
+    "content", ["node1", "node1 slots=x", "-oProxyCommand=x slots=1", "a slots=1\na slots=1", ""]
+)
 def test_a_hostfile_that_says_nothing_usable_is_a_finding(tmp_path, content):
     hostfile = tmp_path / "hosts"
     hostfile.write_text(content)

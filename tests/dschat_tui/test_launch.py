@@ -43,9 +43,23 @@ def test_one_node_takes_as_many_ranks_as_asked_and_obeys_no_hostfile_of_the_mach
     assert not Path(after(arguments, "--hostfile")).is_file()
 
 
-def test_several_nodes_take_their_hostfile():
-    arguments = command(deployment="multi_node", hostfile="/hosts", num_accelerators=8)
+def test_several_nodes_take_as_many_of_their_hostfile_as_asked():
+    arguments = command(deployment="multi_node", hostfile="/hosts", num_nodes=3, num_accelerators=8)
     assert after(arguments, "--hostfile") == "/hosts"
+    assert after(arguments, "--num_nodes") == "3"
+    assert after(arguments, "--num_gpus") == "8"
+    # One node of several is still another machine, to be reached by ssh.
+    assert "--force_multi" in arguments
+
+
+def test_other_nodes_get_what_a_rank_needs_and_no_secrets(tmp_path):
+    from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+
+    environment = {"OMP_NUM_THREADS": "4", "HF_HOME": "/models", "HF_TOKEN": "secret", "PATH": "/"}
+    launch.write_node_environment(tmp_path, environment)
+    (file,) = tmp_path.iterdir()
+    assert file.name == DEEPSPEED_ENVIRONMENT_NAME
+    assert file.read_text().split() == ["OMP_NUM_THREADS=4", "HF_HOME=/models"]
 
 
 def test_the_real_launcher_understands_the_arguments():

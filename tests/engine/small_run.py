@@ -12,6 +12,7 @@ SMALL = {
     "critic": {"learning_rate": 1e-3},
     "sft": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
     "reward": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
+    "dpo": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3, "max_length": 96},
     "ppo": {
         "max_steps": 2,
         "rollout_batch_size": 8,

@@ -441,6 +441,14 @@ def test_processes_of_several_hosts_in_one_log() -> None:
     assert read(*lines)["records"][0]["step"] == 5
 
 
+def test_lines_of_hosts_are_read_from_the_first_on() -> None:
+    told = f"{STAMP} [multinode_runner.py:86:get_cmd] Running on the following workers: "
+    lines = [told + "me@node-a.example,node-b", *launched(0)[:1]]
+    lines += [f"node-a: Metrics => step: {step}, loss: 0.5" for step in range(2)]
+    lines += ["node-b: a text", "node-c: Metrics => step: 9, loss: 0.5"]
+    assert [record["step"] for record in read(*lines)["records"]] == [0, 1]
+
+
 def test_failed_by_return_code_or_killing() -> None:
     document = read(*launched(2), *exits(40), *failure(3))
     assert (document["state"], document["returncode"]) == ("failed", 3)
