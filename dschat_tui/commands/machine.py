@@ -28,7 +28,11 @@ def plan(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Plan for GPUs with so much memory. Default: this machine."),
+        typer.Option(
+            min=0.1,
+            help="Plan for GPUs with so much memory. Default: this machine, or where it has no GPU "
+            "launch.memory_gib of the profile.",
+        ),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -43,6 +47,8 @@ def plan(
     violations = check(config)
     if violations:
         refuse(*map(str, violations))
+    if memory_gib is None and memory_plan.gpu_memory() is None:
+        memory_gib = config.launch.memory_gib
     try:
         with keep_stdout_clean():
             report = memory_plan.make(config, memory_gib)

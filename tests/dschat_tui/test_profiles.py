@@ -186,6 +186,16 @@ def _stated(profile: profiles.Profile) -> str:
     return profiles.plan_sentence(profile.report)
 
 
+def test_without_a_gpu_a_profile_is_planned_for_the_one_it_is_for(monkeypatch):
+    monkeypatch.setattr(memory_plan, "gpu_memory", lambda: None)
+    told = json.loads(dschat("plan", "--profile", "qwen3-4b-24gb", "--json").stdout)
+    assert (told["device"], told["memory_bytes"], told["fits"]) == ("cuda", 24 * 2**30, True)
+    listed = profiles.examine("qwen3-4b-24gb").report
+    assert listed is not None
+    assert listed.plan.device_bytes == max(step["device_bytes"] for step in told["steps"])
+    assert json.loads(dschat("plan", "--profile", "tiny", "--json").stdout)["device"] == "cpu"
+
+
 def test_profiles_are_compared_option_by_option():
     text = dschat("profiles", "diff", "llama2-7b", "llama2-7b-lora").stdout
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:]}
