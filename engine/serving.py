@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import socket
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def _offloaded(
 ) -> PreTrainedModel:
     """A model whose layers ZeRO-3 brings to the device one after another."""
     _join_alone()
+    # DeepSpeed calls a collective by the name that torch is giving up; not in a conversation.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     config = deepspeed_config(
         zero_stage=3,
         offload=True,

@@ -15,7 +15,6 @@ from dschat_tui.widgets.text import clean
 
 LOADING, READY, ANSWERING, ENDED, FAILED = "loading", "ready", "answering", "ended", "failed"
 _STYLES = {"you": "strong", "answer": "text", "note": "muted", "error": "bad", "table": "text"}
-_MARKS = {"you": "> "}
 _WORD = re.compile(r"\S+\s*|\s+")
 
 
@@ -54,7 +53,9 @@ class Transcript:
 
     def ask(self, text: str) -> None:
         """Take down what the person sent."""
-        self._add("you", text)
+        if self._entries:
+            self._add("you", "")
+        self._add("you", f"> {text}")
         if self.state == READY:
             self.state = ANSWERING
 
@@ -133,8 +134,8 @@ class Transcript:
     def _entry_rows(self, entry: _Entry) -> list[Row]:
         key = (self._width, len(entry.text))
         if entry.laid_out != key:
-            style, mark = _STYLES[entry.kind], _MARKS.get(entry.kind, "")
-            parts = [clean(visible(mark + part), self._ascii) for part in entry.text.split("\n")]
+            style = _STYLES[entry.kind]
+            parts = [clean(visible(part), self._ascii) for part in entry.text.split("\n")]
             lines = [line for part in parts for line in wrapped(part, self._width)]
             entry.laid_out, entry.rows = key, [[(line, style)] for line in lines]
         return entry.rows
@@ -158,7 +159,7 @@ def _speed(statistics: dict[str, Any]) -> str:
     first, speed = statistics.get("first_token_seconds"), statistics.get("tokens_per_second")
     if not isinstance(first, (int, float)) or not isinstance(speed, (int, float)):
         return ""
-    return f"{speed:.1f} tokens/s, the first after {1000 * first:.0f} ms"
+    return f"{speed:.1f} tokens/s, first {1000 * first:.0f} ms"
 
 
 def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:

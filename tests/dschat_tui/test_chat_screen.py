@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.cells import cell_len
+from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -135,7 +136,8 @@ def drive(
     """Open the screen on fake models and follow a script."""
 
     async def follow() -> None:
-        app = Dashboard(runs=fakes.program.parent, ascii_only=ascii_only)
+        app = App()
+        app.set_class(ascii_only, "-ascii")
         async with app.run_test(size=size) as pilot:
             folders = {name: name for name in models}
             screen = ChatScreen(folders, ascii_only, fakes.command)
@@ -177,7 +179,7 @@ def test_loading_is_told_and_answers_stream(fakes: Fakes) -> None:
     drive(fakes, script)
 
 
-@pytest.mark.parametrize("size", [(60, 16), (80, 24), (160, 50)])
+@pytest.mark.parametrize("size", [(60, 16), (100, 30)])
 def test_two_models_hear_the_same_or_one_of_them(fakes: Fakes, size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
         await shows(pilot, "ready")
@@ -251,7 +253,7 @@ def test_a_model_that_fails_says_why_and_the_other_goes_on(fakes: Fakes) -> None
     models = {"actor": "actor", "sft": "broken"}
 
     async def follow() -> None:
-        app = Dashboard(runs=fakes.program.parent)
+        app = App()
         async with app.run_test(size=(160, 30)) as pilot:
             screen = ChatScreen(models, False, fakes.command)
             app.push_screen(screen)
@@ -275,7 +277,7 @@ def test_leaving_the_dashboard_ends_also_what_does_not_listen(fakes: Fakes) -> N
         assert len(fakes.alive) == 1
 
     async def follow() -> None:
-        app = Dashboard(runs=fakes.program.parent)
+        app = App()
         async with app.run_test(size=(100, 30)) as pilot:
             app.push_screen(ChatScreen({"sft": "hanging"}, False, fakes.command))
             await until(pilot, lambda: isinstance(app.screen, ChatScreen))
@@ -288,16 +290,16 @@ def test_leaving_the_dashboard_ends_also_what_does_not_listen(fakes: Fakes) -> N
 def test_long_conversations_scroll_and_come_back_to_the_end(fakes: Fakes) -> None:
     async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
         await shows(pilot, "ready")
-        for number in range(30):
+        for number in range(12):
             await say(pilot, f"question {number}")
-        await shows(pilot, "actor says question 29.")
-        await pilot.press(*["pageup"] * 9)
+        await shows(pilot, "actor says question 11.")
+        await pilot.press(*["pageup"] * 4)
         frame = await shows(pilot, "> question 0")
-        assert "question 29." not in frame
-        await pilot.press(*["pagedown"] * 9)
-        await shows(pilot, "question 29.")
+        assert "question 11." not in frame
+        await pilot.press(*["pagedown"] * 4)
+        await shows(pilot, "question 11.")
 
-    drive(fakes, script)
+    drive(fakes, script, size=(80, 16))
 
 
 def test_ascii_alone(fakes: Fakes) -> None:
@@ -360,9 +362,9 @@ async def _note(opened: list[Child], child: Child) -> int:
 
 
 @pytest.mark.slow
-def test_a_real_model_answers_on_the_screen(tmp_path: Path) -> None:
+def test_a_real_model_answers_on_the_screen() -> None:
     async def follow() -> None:
-        app = Dashboard(runs=tmp_path)
+        app = App()
         async with app.run_test(size=(100, 30)) as pilot:
             app.push_screen(ChatScreen({"sft": "embedded:tiny-llama"}))
             await until(pilot, lambda: isinstance(app.screen, ChatScreen))
