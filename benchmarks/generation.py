@@ -249,7 +249,8 @@ def main() -> None:
         command = [sys.executable, "-m", "deepspeed.launcher.runner"]
         command += ["--num_accelerators", str(ranks), "--master_port", str(port)]
         command += [os.path.abspath(__file__), *sys.argv[1:]]
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        # as `dschat run` sets them
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         subprocess.run(command, env=environment, check=True)
 
 

@@ -15,7 +15,9 @@ from engine.config import RunConfig
 NO_HOSTFILE = "/dev/null"
 
 # What ranks on other nodes need of this environment.
-NODE_VARIABLES = ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE")
+NODE_VARIABLES = (
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE",
+)  # fmt: skip
 
 # Left over from an outer launcher or terminal, these would mislead the launcher or its children.
 FOREIGN_VARIABLES = (
@@ -115,6 +117,8 @@ def step_environment(config: RunConfig, environment: Mapping[str, str]) -> dict[
     }
     threads = max(1, usable_cores() // config.launch.num_accelerators)
     clean.setdefault("OMP_NUM_THREADS", str(threads))
+    # threads that spin while they wait make a run on a shared CPU many times slower
+    clean.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # DeepSpeed's extensions are built with the `ninja` of this environment, activated or not
     own_programs = str(Path(sys.executable).parent)
     clean["PATH"] = os.pathsep.join([own_programs, clean.get("PATH", os.defpath)])
