@@ -141,6 +141,7 @@ def _make(
 def _show_matrix(sweep: Sweep, state: dict[str, Any], is_result: bool, json_output: bool) -> None:
     """The cells with what is known of them, and how many will run."""
     from dschat_tui.sweep import report, runner, show
+    from dschat_tui.sweep import state as states
 
     number = runner.to_run(state)
     if json_output:
@@ -152,7 +153,7 @@ def _show_matrix(sweep: Sweep, state: dict[str, Any], is_result: bool, json_outp
         if preparation.name in waiting:
             told = " and ".join(map(str, preparation.steps))
             typer.echo(f"{preparation.name}: step {told} once, for all cells", err=not is_result)
-    typer.echo(f"{len(state['cells'])} cells, {number} to run", err=not is_result)
+    typer.echo(f"{states.number_of_cells(state)}, {number} to run", err=not is_result)
 
 
 def _run(

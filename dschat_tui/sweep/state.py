@@ -114,4 +114,10 @@ def counts(state: Mapping[str, Any]) -> dict[str, int]:
 def counted(state: Mapping[str, Any]) -> str:
     """The same in a line for a person."""
     parts = [f"{number} {name}" for name, number in counts(state).items()]
-    return f"{len(state['cells'])} cells: {', '.join(parts)}"
+    return f"{number_of_cells(state)}: {', '.join(parts)}"
+
+
+def number_of_cells(state: Mapping[str, Any]) -> str:
+    """How many cells there are, in words."""
+    number = len(state["cells"])
+    return f"{number} cell{'' if number == 1 else 's'}"
