@@ -92,8 +92,8 @@ def told(record: Record) -> str:
     side = "above" if gate.is_upper else "below"
     number = f"{reading:.4g}" if isinstance(reading, float) else str(reading)
     return (
-        f"step {step.number} ({step.title}) ended with {gate.title} {number}, "
-        f"{side} {gate.key} = {record['threshold']:g}"
+        f"step {step.number} ({step.title}): {gate.title} {number} is {side} "
+        f"{record['threshold']:g} ({gate.key})"
     )
 
 

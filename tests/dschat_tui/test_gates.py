@@ -109,13 +109,13 @@ def test_a_run_waits_at_a_gate_and_goes_on_with_a_reason(fake_run, capsys):
     )
     assert watch.watch(fake.run, fake.start(), json_output=False) == 1
     out, err = capsys.readouterr()
-    assert "perplexity 3.5, above gates.sft_perplexity = 2" in out
+    assert "perplexity 3.5 is above 2 (gates.sft_perplexity)" in out
     assert "--accept" in err
     state = fake.state()
     assert state["state"] == "paused"
     assert [step["state"] for step in state["steps"].values()] == ["done", "pending", "pending"]
 
-    with pytest.raises(Refusal, match="above gates"):
+    with pytest.raises(Refusal, match="is above 2"):
         resume.prepare_resume(fake.run, [])
     resumption = resume.prepare_resume(fake.run, [], accept="a trial")
     assert resumption.first == REWARD
@@ -138,7 +138,7 @@ def test_a_run_waits_at_a_gate_and_goes_on_with_a_reason(fake_run, capsys):
 def test_with_warn_the_miss_is_noted_and_the_run_goes_on(fake_run, capsys):
     fake = fake_run(gated(sft_perplexity=2.0, action="warn"), sft=sft(3.5))
     assert watch.watch(fake.run, fake.start(), json_output=False) == 0
-    assert "above gates.sft_perplexity = 2" in capsys.readouterr().out
+    assert "is above 2 (gates.sft_perplexity)" in capsys.readouterr().out
     (record,) = fake.state()["gates"]
     assert (record["action"], record["accepted"]) == ("warn", None)
 

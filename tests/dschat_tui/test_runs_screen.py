@@ -388,7 +388,7 @@ def test_the_run_screen_explains_a_gate_and_goes_on(folder: Path, started: list[
         app = Dashboard(find_source(folder / "last"))
         async with app.run_test(size=(100, 30)) as pilot:
             frame = await until_told(pilot, "paused:")
-            assert "perplexity 3.5, above gates.sft_perplexity = 2" in frame
+            assert "perplexity 3.5 is above 2 (gates.sft_perplexity)" in frame
             await press(pilot, "u")
             await until_on(pilot, Entry)
             await press(pilot, *"why not", "enter")
