@@ -93,6 +93,7 @@ KEYS = (
     Key("runs", "runs.open", "o", "open", "open", "enter", 1),
     Key("runs", "runs.mark", "m", "mark", "mark", "m", 2),
     Key("runs", "runs.compare", "c", "compare", "compare the marked", "c", 3),
+    Key("runs", "runs.chat", "t", "chat", "talk with its model", "t"),
     Key("runs", "runs.stop", "x", "stop", "stop", "x", 4),
     Key("runs", "runs.resume", "u", "resume", "go on", "u", 5),
     Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),

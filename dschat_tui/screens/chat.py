@@ -23,7 +23,7 @@ from dschat_tui.widgets.text import ASCII, UNICODE, clean
 # answers stream, but no faster than an eye reads
 DRAW_SECONDS = 0.05
 # which of a run's models stands first, and which come beside it
-ORDER = ("actor", "sft", "actor_ema")
+ORDER = ("actor", "dpo", "sft", "actor_ema")
 BOTH = "both"
 
 

@@ -240,6 +240,12 @@ class RunsScreen(ResumingScreen):
         paths = [run.path for run in reversed(self.runs) if run.path in wanted]
         self.app.push_screen(CompareScreen(paths))
 
+    def action_chat(self) -> None:
+        """Talk with the models of the run."""
+        run = self.chosen
+        if run is not None and not self.app.open_chat(run.path):  # type: ignore[attr-defined]
+            self.tell(f"{run.path.name} has no model to talk with yet: step 1 makes the first")
+
     def action_stop(self) -> None:
         """Ask whether to stop the run; one that is stopping already, whether to end it."""
         run = self.chosen

@@ -18,9 +18,12 @@ from textual.widgets import Input
 from dschat_tui.app import Dashboard, screen_text
 from dschat_tui.chat.child import Child, chat_command
 from dschat_tui.logs.source import find_source
+from dschat_tui.runs.folder import STEPS, RunFolder
 from dschat_tui.screens.chat import ChatScreen
 from dschat_tui.screens.run import RunScreen
+from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.screens.transcript import Transcript
+from engine.config import RunConfig, to_yaml
 
 FAKE = """
 import json, os, signal, sys, time
@@ -325,32 +328,32 @@ def test_rows_break_between_words_and_by_cells() -> None:
     assert transcript.count < len(texts)
 
 
-def write_run(folder: Path) -> Path:
-    """A run whose first step is done, as far as the screen looks."""
-    (folder / "step1-sft").mkdir(parents=True)
-    (folder / "step1-sft" / "training.log").write_text("")
-    return folder
-
-
-def test_the_run_screen_opens_it_once_there_is_a_model(tmp_path: Path, monkeypatch) -> None:
-    opened = []
+def test_a_run_opens_it_from_both_screens_once_there_is_a_model(tmp_path, monkeypatch) -> None:
+    opened: list[Child] = []
     monkeypatch.setattr(Child, "run", lambda self: _note(opened, self))
-    run = write_run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
 
     async def follow() -> None:
-        app = Dashboard(find_source(run))
+        app = Dashboard(find_source(run.path), runs=tmp_path)
         async with app.run_test(size=(160, 30)) as pilot:
             await until(pilot, lambda: isinstance(app.screen, RunScreen))
             await pilot.press("t")
             await shows(pilot, "no model to talk with yet")
-            model = run / "step1-sft" / "model"
-            model.mkdir()
+            model = run.path / "step1-sft" / "model"
+            model.mkdir(parents=True)
             (model / "config.json").write_text("{}")
             (model / "model.safetensors").touch()
             await pilot.press("t")
-            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
-            await until(pilot, lambda: bool(opened))
-            assert opened[0].command == chat_command(str(model))
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen) and bool(opened))
+            await pilot.press("escape")
+            await until(pilot, lambda: isinstance(app.screen, RunScreen))
+            runs = RunsScreen(tmp_path)
+            app.push_screen(runs)
+            await until(pilot, lambda: bool(runs.runs))
+            await pilot.press("t")
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen) and len(opened) == 2)
+            assert [child.command for child in opened] == [chat_command(str(model))] * 2
 
     asyncio.run(follow())
 
