@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from textual import events
 from textual.app import App
 from textual.screen import Screen
 
@@ -99,6 +100,16 @@ class Dashboard(App[None]):
         if models:
             self.push_screen(ChatScreen(models, self.ascii_only))
         return bool(models)
+
+    def on_key(self, event: events.Key) -> None:
+        """A letter that was typed before the line it is meant for had the focus goes into it."""
+        screen = self.screen
+        if (
+            isinstance(screen, StartScreen)
+            and event.is_printable
+            and screen.take_typed(event.character or "")
+        ):
+            event.prevent_default()
 
     def action_show_start(self) -> None:
         """Go to the form of a new run."""

@@ -167,5 +167,5 @@ def _numbers(label: str, phase: str, sizes: Mapping[str, int], width: int) -> li
 
 def wrapped(text: str, width: int, style: str) -> list[Row]:
     """A text broken at a width, its later rows set in by two cells."""
-    lines = textwrap.wrap(text, max(width, 20), subsequent_indent="  ")
+    lines = textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_on_hyphens=False)
     return [[(line, style)] for line in lines or [""]]

@@ -102,6 +102,7 @@ class StartScreen(Screen[None]):
         self.group = GROUP_TABS[0]
         self.panel = PANELS[0]
         self.planned: Planned | None = None
+        self.commands: list[list[str]] = []
         self.effect = ""
         self.is_starting = False
         self._chosen = FIRST_PROFILE
@@ -215,6 +216,13 @@ class StartScreen(Screen[None]):
             take[event.worker.group](event.worker.result)
 
     def _take_profiles(self, entries: list[Entry]) -> None:
+        if not self.entries:
+            # not composed with the rest: it takes long to load, and the first picture comes first
+            from textual.widgets import Input
+
+            prompt = Input(id="prompt", compact=True, select_on_focus=False)
+            prompt.display = False
+            self.mount(prompt, before="#start-keys")
         self.entries = entries
         names = [entry.name for entry in self._shown_entries()]
         if self._chosen not in names and names:
@@ -233,7 +241,7 @@ class StartScreen(Screen[None]):
     def _take_plan(self, planned: Planned | None) -> None:
         if planned is None or self.form is None:
             return
-        self.planned = planned
+        self.planned, self.commands = planned, planned.commands
         if planned.facts != self.form.facts:
             self.form.know(planned.facts)
         self.draw()
@@ -427,8 +435,11 @@ class StartScreen(Screen[None]):
                 told = f"{self.glyphs.check} {clean(str(violation), self.glyphs is ASCII)}"
                 rows += wrapped(told, width, "bad")
         if planned is None:
-            rows.append([("planning", "muted")])
-        elif planned.report is None:
+            # the plan before stays in sight until there is the next
+            if not isinstance(listed.source, Lines):
+                listed.show(Nothing("planning"))
+            return
+        if planned.report is None:
             rows += wrapped(clean(planned.problem, self.glyphs is ASCII), width, "warn")
         else:
             rows += plan_rows(planned.report, planned.is_searched, width, self.glyphs)
@@ -438,7 +449,7 @@ class StartScreen(Screen[None]):
         listed = self._list("command")
         width = max(listed.size.width, self.size.width)
         rows = wrapped(self.command_text(), width, "strong")
-        for command in self.planned.commands if self.planned is not None else []:
+        for command in self.commands:
             rows += wrapped(clean(shlex.join(command), self.glyphs is ASCII), width, "muted")
         listed.show(Lines(rows))
 
@@ -558,6 +569,8 @@ class StartScreen(Screen[None]):
 
     def action_filter(self) -> None:
         """Filter profiles or options as a text is typed."""
+        if not self.entries:
+            return
         if self.panel not in ("profiles", "options"):
             self._go_to_panel("profiles")
         self._ask(f"filter {self.panel}, then enter", self.filter, self._end_filter, self._narrow)
@@ -584,8 +597,8 @@ class StartScreen(Screen[None]):
     def action_copy(self) -> None:
         """Copy the command; on its panel, with the commands of the steps."""
         commands = [self.command_text()]
-        if self.panel == "command" and self.planned is not None:
-            commands += [shlex.join(command) for command in self.planned.commands]
+        if self.panel == "command":
+            commands += [shlex.join(command) for command in self.commands]
         self.app.copy_to_clipboard("\n".join(commands))
         self.tell(f"copied {len(commands)} command{'s' if len(commands) > 1 else ''}")
 
@@ -647,20 +660,29 @@ class StartScreen(Screen[None]):
         follow: Callable[[str], None] | None = None,
     ) -> None:
         """Ask for a line; `take` gives what is wrong with it, `follow` sees it while it grows."""
-        # not composed with the rest: it takes long to load, and the first picture comes first
-        from textual.widgets import Input
-
-        self._end_prompt()
         self._asked, self._follow = take, follow
         self.add_class("-asking")
-        prompt = Input(text, placeholder=placeholder, id="prompt", compact=True)
-        self.mount(prompt, before="#start-keys")
-        prompt.focus()
+        prompt = self._prompt()
+        prompt.value, prompt.placeholder, prompt.cursor_position = text, placeholder, len(text)
+        prompt.display = True
+        self.set_focus(prompt)
+
+    def _prompt(self) -> Input:
+        from textual.widgets import Input
+
+        return self.query_one("#prompt", Input)
 
     def _end_prompt(self) -> None:
-        self._asked = self._follow = None
-        self.remove_class("-asking")
-        self.query("#prompt").remove()
+        if self._asked is not None:
+            self._asked = self._follow = None
+            self.remove_class("-asking")
+            self._prompt().display = False
+
+    def take_typed(self, sign: str) -> bool:
+        """Put a sign into the line that is typed into; False where there is no such line."""
+        if self._asked is not None:
+            self._prompt().insert_text_at_cursor(sign)
+        return self._asked is not None
 
     def on_input_changed(self, message: Input.Changed) -> None:
         """Filter while it is typed."""
