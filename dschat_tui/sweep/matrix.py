@@ -171,6 +171,8 @@ def options_of(name: str, value: Any, steps: Sequence[int], config: RunConfig) -
         for role, own_steps in (("actor", (1, 3)), ("critic", (2, 3)))
         if set(own_steps) & set(steps)
     ]
+    if config.alignment == "dpo":
+        roles = ["actor"]
     if name == "hybrid_engine":
         return {"hybrid_engine.enabled": value}
     if name in ("zero_stage", "offload"):
@@ -352,7 +354,7 @@ def needed_steps(config: RunConfig, steps: Sequence[int]) -> tuple[int, ...]:
     needed: set[int] = set()
     if 3 in steps:
         needed = {1, 2}
-    elif 2 in steps and config.models.reward == "sft":
+    elif 2 in steps and (config.alignment == "dpo" or config.models.reward == "sft"):
         needed = {1}
     return tuple(
         step for step in sorted(needed - set(steps)) if get_value(config, FINISHED[step][1]) is None

@@ -49,6 +49,7 @@ from dschat_tui.sweep.state import (
     own_identity,
 )
 from engine.config import RunConfig, resolve, to_yaml
+from engine.models.folders import is_complete_model
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.2
@@ -144,6 +145,7 @@ class Runner:
         handlers = {number: signal.signal(number, note) for number in STOP_SIGNALS}
         try:
             self.state |= {"state": RUNNING, "process": own_identity()}
+            self._look_for_models()
             self._save()
             needed = {cell["preparation"] for cell in self._waiting("cells")}
             self._work(
@@ -162,6 +164,18 @@ class Runner:
             self._save()
             report.write(self.folder, self.state)
         return str(self.state["state"])
+
+    def _look_for_models(self) -> None:
+        """A preparation whose models are gone runs again."""
+        for record in self.state["preparations"]:
+            run = RunFolder(self.folder.path / record["name"])
+            models = [
+                folder
+                for step in preflight.wanted_steps(self.sweep.config, record["steps"])
+                for folder in run.model_folders(step, ema=False)
+            ]
+            if record["state"] == DONE and not all(map(is_complete_model, models)):
+                record |= outcome(PENDING, "")
 
     def _outcome(self) -> str:
         there = set(counts(self.state))

@@ -153,6 +153,13 @@ def test_cells_of_step_3_share_a_preparation_of_the_steps_before(tmp_path):
     }
 
 
+def test_dpo_is_swept_over_the_layout_of_the_actor_that_it_trains(tmp_path):
+    sweep = make("tiny", (2,), [], ["alignment=dpo", "models.reward=embedded:tiny-llama"])
+    assert [preparation.steps for preparation in sweep.preparations] == [(1,)]
+    assert {cell.config.actor.zero_stage for cell in sweep.cells} == {2, 3}
+    assert {state for state, _ in examine(sweep, tmp_path / "sweep").values()} == {"pending"}
+
+
 def test_only_what_is_not_given_is_prepared():
     given = ["models.sft=/models/sft"]
     assert make("tiny", (3,), [], given).preparations[0].steps == (2,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,7 +75,18 @@ class FakeRuns:
         for step in STEPS:
             if step.name in state["steps"]:
                 write_log(run.training_log(step))
+                for folder in run.model_folders(step, ema=False):
+                    write_model(folder)
         run.write_state({**state, "state": standing})
+
+
+def write_model(folder: Path) -> Path:
+    """A folder that counts as a complete model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        (folder / file).write_text("{}")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
 
 
 def write_log(log: Path) -> None:
@@ -104,11 +116,7 @@ def finished(tmp_path) -> list[str]:
     """Arguments that give finished models, so that no preparation is needed."""
     arguments = []
     for key in ("sft", "trained_reward"):
-        folder = tmp_path / "models" / key
-        folder.mkdir(parents=True)
-        for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
-            (folder / file).write_text("{}")
-        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        folder = write_model(tmp_path / "models" / key)
         arguments += ["--set", f"models.{key}={folder}"]
     return arguments
 
@@ -177,6 +185,26 @@ def test_cells_take_over_the_models_of_a_preparation_that_runs_once(fakes, tmp_p
     text = (output / CELLS[0] / "run.yaml").read_text()
     assert f"sft: {output}/preparation/step1-sft/model" in text
     assert f"trained_reward: {output}/preparation/step2-reward/model" in text
+
+
+def test_a_preparation_runs_again_for_cells_that_are_left_only_if_its_models_are_gone(
+    fakes, tmp_path
+):
+    fakes.outcomes[CELLS[2]] = OOM
+    arguments = ["sweep", "--axis", AXIS, "--output", str(tmp_path / "sweep"), "--retry", "failed"]
+    CliRunner().invoke(app, arguments)
+    CliRunner().invoke(app, arguments)
+    assert fakes.started == ["preparation", *CELLS, CELLS[2]]
+    shutil.rmtree(tmp_path / "sweep/preparation/step1-sft/model")
+    CliRunner().invoke(app, arguments)
+    assert fakes.started[5:] == ["preparation", CELLS[2]]
+
+
+@pytest.mark.parametrize("command", [[], ["report"], ["compare"]])
+def test_every_command_has_help(command):
+    result = CliRunner().invoke(app, ["sweep", *command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
 
 
 def test_when_the_preparation_fails_its_cells_fail_with_its_cause(fakes, tmp_path):
