@@ -120,6 +120,25 @@ def test_an_offloaded_cache_holds_what_a_near_one_holds(tiny_model) -> None:
     assert talk(far) == talk(near)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("placement", SINGLE[:5])
+def test_a_gpu_answers_wherever_weights_and_cache_lie(
+    placement: Placement, tiny_model, tmp_path, group
+) -> None:
+    if placement.nvme_folder:
+        placement = Placement(offload=f"nvme:{tmp_path}")
+    reasons = refusals(placement, this_machine())
+    if reasons:
+        pytest.skip(reasons[0])
+    path = tiny_model("llama")
+    answers = talk(load_generator(path, "placed", torch.float32, placement=placement))
+    whole = talk(load_generator(path, "whole", torch.float32))
+    assert len(answers) == len(whole)
+    if not placement.load_in:
+        assert answers == whole
+
+
 class Appending:
     """An engine as DeepSpeed-Inference's: takes tokens, keeps them, forgets all or nothing."""
 
