@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from dschat_tui import memory_plan
 from engine.config import (
     ConfigError,
     RunConfig,
@@ -35,8 +36,10 @@ FEATURES: Mapping[str, str] = {
     "offload": "offload_",
     "lora": "lora_",
 }
-# of LoRA where the profile has none, as in the original's sweeps
+# of LoRA where the profile has none: as in the original's sweeps, and for small models a share of
+# their width, since adapters as wide as the weights cost more than the weights themselves
 LORA_RANK = 128
+LORA_SHARE = 8
 # An axis over these changes what steps 1 and 2 make, so that each value has its own preparation.
 PREPARED_SECTIONS = ("models", "data", "sft", "reward", "seed")
 # The steps that others start from, and the options that give a finished model in their place.
@@ -184,9 +187,22 @@ def options_of(name: str, value: Any, steps: Sequence[int], config: RunConfig) -
     lora = getattr(config, role).lora
     if not isinstance(value, int):
         raise ConfigError(f"--axis lora: {value!r} is neither a rank nor true or false")
-    rank = (lora.rank or LORA_RANK) if value is True else int(value)
+    rank = (lora.rank or default_rank(config, role)) if value is True else int(value)
     off = {f"{role}.lora.only": False, f"{role}.lora.export": False}
     return {f"{role}.lora.rank": rank, **(off if rank == 0 and lora.only else {})}
+
+
+def default_rank(config: RunConfig, role: str) -> int:
+    """The LoRA rank of a sweep for a profile without one."""
+    models = config.models
+    key, name = "models.actor", models.sft or models.actor
+    if role == "critic" and (models.trained_reward or models.reward) != "sft":
+        key, name = "models.reward", models.trained_reward or models.reward
+    try:
+        width = memory_plan.shape_of(key, name, offline=True).hidden
+    except memory_plan.PlanError:
+        return LORA_RANK
+    return max(1, min(LORA_RANK, width // LORA_SHARE))
 
 
 def written(assignments: Mapping[str, Any]) -> list[str]:

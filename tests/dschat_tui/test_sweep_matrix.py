@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -70,6 +71,20 @@ def test_lora_takes_ranks_and_its_false_switches_only_lora_off():
     assert [cell.config.actor.lora.only for cell in cells] == [True, True, False]
     # the critic's stays, as in the original
     assert {cell.config.critic.lora.rank for cell in cells} == {0}
+
+
+def test_lora_without_a_rank_is_the_original_one_and_narrower_in_small_models(tmp_path):
+    def rank(width: int) -> int:
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        shape = {"hidden_size": width, "ffn_dim": 4 * width, "num_attention_heads": 8}
+        shape |= {"num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 64}
+        (folder / "config.json").write_text(json.dumps({"model_type": "opt", **shape}))
+        given = [f"models.actor={folder}"]
+        return make("tiny", (3,), [Axis("lora", (True,))], given).cells[0].config.actor.lora.rank
+
+    assert rank(2048) == 128
+    assert 0 < rank(128) < 128 / 4
 
 
 @pytest.mark.parametrize(
