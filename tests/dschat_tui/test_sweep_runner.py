@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,12 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import STEPS, RunFolder, process_identity
-from dschat_tui.sweep import runner
+from dschat_tui.sweep import runner, show
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
 from engine import training_log
@@ -343,6 +345,24 @@ def test_events_are_json_lines(dschat, fakes):
     assert events[2]["name"] == CELLS[0]
     assert events[2]["samples_per_s"] == pytest.approx(8.0)
     assert events[-1]["counts"] == {"done": 2, "oom": 1}
+
+
+def test_the_live_table_has_a_row_a_cell_and_how_far_it_is(dschat, fakes, tmp_path):
+    fakes.outcomes = {CELLS[1]: MISSING}
+    dschat()
+    folder = SweepFolder(tmp_path / "sweep")
+    state = folder.read()
+    state["cells"][2] |= {"state": "running", "seconds": None}
+    sweep = make("tiny", (3,), [parse_axis(AXIS)])
+    table = show.LiveTable(state)
+    worker = runner.Runner(sweep, folder, state, table, [{}])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table.picture(worker))
+    rows = console.file.getvalue().splitlines()
+    for name, cell_state in zip(CELLS, ["done", "failed", "running"], strict=True):
+        (row,) = [row for row in rows if row.startswith(name)]
+        assert cell_state in row
+    assert "3 cells: 1 done, 1 failed, 1 running" in rows[-1]
 
 
 def test_parallel_cells_share_the_cores_out(dschat, fakes, monkeypatch):
