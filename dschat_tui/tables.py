@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from typing import Any
 
 from dschat_tui.runs import gates
 from dschat_tui.runs.folder import STEPS
 from dschat_tui.runs.results import duration, summary_text
+from dschat_tui.widgets.text import clean
 
 EXTREMES = ("least", "greatest")
 COUNTERS = ("epoch", "step", "index", "rank", "ppo_epoch", "batch_size", "total_steps")
-_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str) -> str:
-    """Text from a log or a model without terminal escapes and control characters."""
-    return _CONTROL.sub("", _ESCAPE_SEQUENCE.sub("", text))
+    """Text from a log or a model, of any number of lines, each made harmless by `clean`."""
+    return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def aligned(header: list[str], rows: list[list[str]]) -> str:

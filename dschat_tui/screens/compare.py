@@ -234,7 +234,7 @@ class CompareScreen(ChartKeys, Screen[None]):
             row.append((f"[{name}]" if is_shown else f" {name} ", "chosen" if is_shown else "text"))
         pages = -(-count // PANEL_COUNT)
         told = f"  quantity {self.panel_index + 1} of {count}" if count else ""
-        if pages > 1:
+        if pages > 1 and not self.has_class("-single"):
             told += f", page {page + 1} of {pages}"
         return [*row, (told, "muted")]
 
@@ -307,5 +307,11 @@ class CompareScreen(ChartKeys, Screen[None]):
 
 def heading(name: str) -> str:
     """The title of a quantity that stands alone."""
-    told = f"held-out {name.removeprefix('eval_')}" if name.startswith("eval_") else title(name)
+    told = title(name)
+    if name.startswith("eval_"):
+        told = f"held-out {name.removeprefix('eval_')}"
+    elif name.endswith("_loss"):
+        told = told if "loss" in told else f"{told} loss"
+    elif name.endswith("_ema"):
+        told = f"{title(name.removesuffix('_ema'))} {told}"
     return told[:1].upper() + told[1:]

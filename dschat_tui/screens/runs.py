@@ -171,10 +171,10 @@ class RunsScreen(ResumingScreen):
         if len(folder) > room:
             folder = self.glyphs.cut + folder[-room:]
         title: Row = [(f" runs in {folder}", "strong")]
-        if self.marked:
-            title.append((f"  {len(self.marked)} marked", "text"))
         if time.monotonic() < self._told_until:
             title.append((f"  {clean(self._told, is_ascii)}", "warn"))
+        if self.marked:
+            title.append((f"  {len(self.marked)} marked", "text"))
         self.query_one("#runs-title", Line).show(title)
         rows = RunRows(self.runs, self.marked, self.size.width, self.glyphs)
         self.query_one("#runs-head", Line).show(rows.head)
@@ -222,6 +222,7 @@ class RunsScreen(ResumingScreen):
         run = self.chosen
         if run is not None:
             self.marked ^= {run.path}
+            self._told_until = 0.0
             self.query_one("#runs", LineList).action_line(1)
             self.draw()
 
