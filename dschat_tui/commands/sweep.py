@@ -44,7 +44,8 @@ def sweep(
         typer.Option(
             metavar="KEY=V1,V2",
             help="An option, or a feature (zero_stage, hybrid_engine, offload, lora), and its "
-            "values; several times. Default: the original's sweep of the step.",
+            "values; several times. lora=true is the profile's rank, else 128, in small models an "
+            "eighth of their width. Default: the original's sweep of the step.",
         ),
     ] = None,
     matrix: Annotated[

@@ -26,10 +26,14 @@ def examine(sweep: Sweep, output: Path) -> dict[str, Outcome]:
     refuse for another reason, such as a file that is missing, has failed.
 
     Raises:
-        Refusal: the preparation cannot run, or none of the cells that are left.
+        Refusal: none of the cells that are not pruned can run.
     """
+    unprepared: dict[str, Refusal] = {}
     for preparation in sweep.preparations:
-        preflight.prepare(preparation.config, output, list(preparation.steps))
+        try:
+            preflight.prepare(preparation.config, output, list(preparation.steps))
+        except Refusal as error:
+            unprepared[preparation.name] = error
     outcomes: dict[str, Outcome] = {}
     refusal: Refusal | None = None
     for cell in sweep.cells:
@@ -39,12 +43,12 @@ def examine(sweep: Sweep, output: Path) -> dict[str, Outcome]:
         if reasons:
             outcomes[cell.name] = outcome(PRUNED, "; ".join(reasons))
             continue
-        before = next(
-            (p.steps for p in sweep.preparations if p.name == sweep.preparation_of.get(cell.name)),
-            (),
-        )
+        before = sweep.preparation_of.get(cell.name)
+        steps_before = next((p.steps for p in sweep.preparations if p.name == before), ())
         try:
-            preflight.prepare(cell.config, output, sorted({*before, *sweep.steps}))
+            if before in unprepared:
+                raise unprepared[before]
+            preflight.prepare(cell.config, output, sorted({*steps_before, *sweep.steps}))
         except Refusal as error:
             refusal = error
             outcomes[cell.name] = refused(error.reasons)

@@ -141,9 +141,10 @@ def test_a_cell_that_does_not_fit_is_pruned_with_how_much_it_takes(tmp_path):
     assert re.search(r"does not fit: step 1 takes [\d.e+]+ GiB of [\d.e+]+ GiB", reason)
 
 
-def test_what_the_checks_refuse_has_failed_and_the_rest_is_to_run(tmp_path):
+@pytest.mark.parametrize("step", [1, 3])
+def test_what_the_checks_refuse_has_failed_and_the_rest_is_to_run(step, tmp_path):
     axes = [parse_axis(f"data.sources=embedded:facts,{tmp_path}/absent.json")]
-    outcomes = list(checks.examine(make("tiny", (1,), axes), tmp_path / "sweep").values())
+    outcomes = list(checks.examine(make("tiny", (step,), axes), tmp_path / "sweep").values())
     assert [outcome["state"] for outcome in outcomes] == ["pending", "failed"]
     assert outcomes[1]["cause"]["id"] == "refused"
     assert "absent.json" in outcomes[1]["cause"]["line"]
