@@ -44,7 +44,7 @@ def summary(state: dict[str, Any]) -> str:
                 summary_text(step.name, record["metrics"]),
             ]
         )
-    missed = [f"gate: {plain(gates.told_whole(record))}" for record in state.get("gates", [])]
+    missed = [f"gate: {plain(gates.told_whole(record))}" for record in gates.records(state)]
     return "\n".join([aligned(["step", "state", "time", "result"], rows), *missed])
 
 

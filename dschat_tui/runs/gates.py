@@ -34,6 +34,7 @@ GATES = (
     Gate("gates.reward_margin", "reward", "margin", "margin", False),
 )
 _BY_KEY = {gate.key: gate for gate in GATES}
+_FIELDS = {"gate", "step", "reading", "threshold", "action", "time", "accepted"}
 
 
 def missed(config: RunConfig, step: str, metrics: Record) -> list[Record]:
@@ -66,11 +67,21 @@ def _reaches(reading: Any, threshold: float, is_upper: bool) -> bool:
     return reading <= threshold if is_upper else reading >= threshold
 
 
+def records(state: Record) -> list[Record]:
+    """The gates that a run missed, as run.json has them; what is not understood is left out."""
+    found = state.get("gates")
+    return [
+        record
+        for record in (found if isinstance(found, list) else [])
+        if isinstance(record, dict) and set(record) >= _FIELDS and record["gate"] in _BY_KEY
+    ]
+
+
 def waiting(state: Record) -> list[Record]:
     """The gates of a run's finished steps that wait for a reason to go on."""
     return [
         record
-        for record in state.get("gates", [])
+        for record in records(state)
         if record["action"] == "pause"
         and record["accepted"] is None
         and state["steps"].get(record["step"], {}).get("state") == DONE

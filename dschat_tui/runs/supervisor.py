@@ -222,7 +222,7 @@ class Supervisor:
             if not is_complete_model(path)
         ]
         if returncode == 0 and not missing:
-            earlier = [gate for gate in self.state.get("gates", []) if gate["step"] != step.name]
+            earlier = [gate for gate in gates.records(self.state) if gate["step"] != step.name]
             missed = gates.missed(self.config, step.name, record["metrics"])
             self.state["gates"] = earlier + missed
             return self._end_step(record, DONE, returncode, None)

@@ -338,13 +338,13 @@ class _Lines:
         self.watched = watched
         self.shown = ("", "")
         self.warnings = 0
-        self.gates = len(watched.state.get("gates", []))
+        self.gates = len(gates.records(watched.state))
         self.last = 0.0
         print(f"run: {watched.run.path}", file=sys.stderr)
 
     def __call__(self) -> None:
         progress = self.watched.progress
-        missed = self.watched.state.get("gates", [])
+        missed = gates.records(self.watched.state)
         for record in missed[self.gates :]:
             print(f"gate: {gates.told(record)}", file=sys.stderr)
         self.gates = len(missed)
@@ -428,7 +428,7 @@ class _LivePicture:
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
         if watched.progress is not None and watched.progress.warnings:
             lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
-        for record in watched.state.get("gates", []):
+        for record in gates.records(watched.state):
             lines.append(Text(f"gate: {gates.told_whole(record)}", style="yellow"))
         if watched.is_stopping():
             lines.append(Text(watched.stopping_text(), style="yellow"))

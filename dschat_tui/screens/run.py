@@ -313,11 +313,9 @@ class RunScreen(ChartKeys, ResumingScreen):
             draw[self.tab](model)
 
     def _missed_gates(self) -> list[Verdict]:
-        records = (self.state or {}).get("gates", [])
-        found = [record for record in records if record["step"] == self.key]
-        if not found or self.speed is not None:
+        if self.speed is not None or not (self.state or {}).get("gates"):
             return []
-        from dschat_tui.runs.gates import told
+        from dschat_tui.runs.gates import records, told
 
         return [
             Verdict(
@@ -330,7 +328,8 @@ class RunScreen(ChartKeys, ResumingScreen):
                 if record["accepted"] is None
                 else f"reached; gone on: {record['accepted']['reason']}",
             )
-            for record in found
+            for record in records(self.state or {})
+            if record["step"] == self.key
         ]
 
     def _vitals(self, model: LogModel) -> Vitals:

@@ -194,3 +194,12 @@ def test_lists_tell_a_paused_run_and_the_way_on(tmp_path, monkeypatch):
     shown = dschat("runs", "show", "waits").stdout
     assert "perplexity 3.5" in shown
     assert "--accept" in shown
+
+
+def test_records_that_are_not_understood_are_left_out():
+    config = gated(sft_perplexity=2.0)
+    good = gates.missed(config, "sft", {"ppl_after": 3.5})
+    odd = [None, 3, {}, {"gate": "gates.sft_perplexity"}, {**good[0], "gate": "gates.other"}]
+    state = {"gates": [*odd, *good], "steps": {"sft": {"state": "done"}}}
+    assert gates.records(state) == gates.waiting(state) == good
+    assert gates.records({"gates": "none"}) == gates.records({}) == []

@@ -399,6 +399,27 @@ def test_the_run_screen_explains_a_gate_and_goes_on(folder: Path, started: list[
     asyncio.run(follow())
 
 
+def test_the_run_screen_tells_a_gate_that_only_warns_and_a_stop_asked_for_elsewhere(
+    folder: Path,
+) -> None:
+    run = RunFolder(folder / "last")
+    pause(run)
+    state = run.read_state()
+    assert state is not None
+    state["gates"][0]["action"] = "warn"
+    change(run, state, state="running", stop={"asked": time.time(), "limit_seconds": 100})
+
+    async def follow() -> None:
+        app = Dashboard(find_source(run.path))
+        async with app.run_test(size=(160, 50)) as pilot:
+            assert "x again: without one" in await until_told(pilot, "with a checkpoint")
+            await press(pilot, "1", "h")
+            assert "check this: gate: step 1 (SFT)" in await until_told(pilot, "check this: gate")
+            assert "paused:" not in screen_text(pilot.app.screen)
+
+    asyncio.run(follow())
+
+
 def test_the_keys_of_both_screens_do_something() -> None:
     owners = {"runs": RunsScreen, "compare": CompareScreen}
     used = [key for key in KEYS if key.scope in owners and not key.action.startswith("app.")]
