@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from rich.cells import set_cell_size
@@ -25,7 +26,8 @@ REFRESH_SECONDS = 1.0
 TOLD_SECONDS = 6.0
 STATE_CELLS, TIME_CELLS, NUMBER_CELLS = 9, 8, 11
 LEAST_NAME_CELLS = 24
-MOST_BAR_CELLS = 40
+LEAST_BAR_CELLS, MOST_BAR_CELLS = 10, 40
+MOST_DETAIL_ROWS = 2
 STYLES = {
     "done": "good",
     "running": "strong",
@@ -56,7 +58,8 @@ class CellRows:
         self._name_cells = max(LEAST_NAME_CELLS, min(names, left))
         left -= self._name_cells
         self._columns = self._columns[: max(0, left // NUMBER_CELLS)]
-        self._bar_cells = min(MOST_BAR_CELLS, left - NUMBER_CELLS * len(self._columns) - 2)
+        left -= NUMBER_CELLS * len(self._columns) + 2
+        self._bar_cells = min(MOST_BAR_CELLS, left) if left >= LEAST_BAR_CELLS else 0
 
     @property
     def count(self) -> int:
@@ -69,7 +72,7 @@ class CellRows:
         titles = "".join(f"{quantity.title:>{NUMBER_CELLS}}" for quantity in self._columns)
         bar = "generate, train, other" if self._bar_cells >= 22 else ""
         text = f"   {'cell':<{self._name_cells}} {'state':<{STATE_CELLS}}{'time':>{TIME_CELLS}}"
-        return [(f"{text}{titles}  {bar}", "muted")]
+        return [(f"{text}{titles}  {bar}".rstrip(), "muted")]
 
     def rows(self, first: int, count: int, shift: int) -> list[Row]:
         """Rows from `first` on."""
@@ -95,8 +98,11 @@ class CellRows:
             f"{shown(quantity, cell.get(quantity.key)):>{NUMBER_CELLS}}"
             for quantity in self._columns
         )
-        bar = bar_text(cell, self._longest, max(0, self._bar_cells), self._glyphs.parts)
-        return [*row, (numbers, "text"), (f"  {bar}", "line0")]
+        row.append((numbers, "text"))
+        if self._bar_cells:
+            bar = bar_text(cell, self._longest, self._bar_cells, self._glyphs.parts)
+            row.append((f"  {bar}", "line0"))
+        return row
 
     def _sign(self, state: str) -> str:
         glyphs = self._glyphs
@@ -216,7 +222,11 @@ class SweepScreen(Screen[None]):
             lines.append(f"fastest: {best['name']}")
         if small is not None:
             lines.append(f"smallest: {small[0]['name']}")
-        shown_rows: list[Row] = [[(f" {clean(line, is_ascii)}", "text")] for line in lines]
+        shown_rows: list[Row] = [
+            [(f" {part}", "text")]
+            for line in lines
+            for part in wrap(clean(line, is_ascii), self.size.width - 2)[:MOST_DETAIL_ROWS]
+        ]
         self.query_one("#sweep-details", Line).show(*shown_rows)
 
     def tell(self, text: str) -> None:
