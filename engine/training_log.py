@@ -479,6 +479,8 @@ _TIMER = _Form(
     rf"MemAllocated={_number('memory_gb')}GB, MaxMemAllocated={_number('peak_memory_gb')}GB"
 )
 _LONGEST_LINE = 64 * 1024
+# a host, a rank, a bar and a box stand before a line at most, now and then twice
+_MOST_PREFIXES = 8
 _BLOCK = 1 << 20
 
 Record = dict[str, Any]
@@ -1068,8 +1070,8 @@ def _forget_unknown_bandwidth(record: Record) -> None:
 
 
 def _without_prefixes(text: str, hosts: set[str]) -> str:
-    """What follows hosts, ranks, progress bars and the border of a box."""
-    while True:
+    """What follows hosts, ranks, progress bars and the border of a box; nothing after too many."""
+    for _ in range(_MOST_PREFIXES):
         match = None
         if text.startswith("[rank"):
             match = _RANK_PREFIX.match(text)
@@ -1083,6 +1085,7 @@ def _without_prefixes(text: str, hosts: set[str]) -> str:
         if match is None:
             return text
         text = match["rest"].rstrip()
+    return ""
 
 
 def read_document(path: Path) -> dict[str, Any]:
