@@ -60,7 +60,8 @@ def chat(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this one question and end.")] = None,
     eval_file: Annotated[
-        Path | None, typer.Option(help="Ask the prompts of this file and show a table.")
+        Path | None,
+        typer.Option("--eval", help="Ask the prompts of this file of every model, show a table."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write that table here: CSV if it ends so, else JSONL.")

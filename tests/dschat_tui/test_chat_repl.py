@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from dschat_tui.chat import repl
 from dschat_tui.chat.evaluation import evaluate, write_table
@@ -23,6 +24,7 @@ from dschat_tui.chat.files import read_prompts
 from dschat_tui.chat.render import JsonRenderer, PlainRenderer
 from dschat_tui.chat.repl import _read_block, line_reader, run
 from dschat_tui.chat.session import Relatives, Session
+from dschat_tui.cli import app
 
 
 class Echo:
@@ -137,6 +139,21 @@ def test_bad_settings_and_paths_are_refused_before_torch(tmp_path) -> None:
     assert done.stdout == "[2, 2] False\n"
     assert "no config.json" in done.stderr
     assert "temperature is 7.0; it must be from 0.0 to 5.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--eval", "prompts.txt"], "no config.json"),
+        (["--offload", "disk"], "give cpu or nvme:FOLDER"),
+        (["--load-in", "3bit"], "'8bit', '4bit'"),
+        (["--engine", "vllm"], "'hf', 'deepspeed'"),
+    ],
+)
+def test_the_command_line_says_what_it_takes(tmp_path, arguments, told) -> None:
+    result = CliRunner().invoke(app, ["chat", "--path", str(tmp_path), *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
 
 
 def test_evaluation_has_a_row_a_prompt_and_model(tmp_path, monkeypatch) -> None:

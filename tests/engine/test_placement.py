@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dschat_tui.chat.repl import main
 from engine.config.placement import Machine, Placement, refusals
 from engine.generation.chat import ChatGenerator
 from engine.generation.decode import DecodeSession
@@ -86,6 +87,16 @@ def test_a_machine_without_gpu_refuses_what_needs_one() -> None:
     machine = this_machine()
     for placement in (SINGLE[0], SINGLE[4], SINGLE[5]):
         assert refusals(placement, machine)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_chat_is_refused_before_its_model_is_loaded(tiny_model, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("engine.serving.load_generator", lambda *arguments: 1 / 0)
+    code = main(tiny_model("llama"), load_in="4bit", offload_cache=True, prompt="hi")
+    told = capfd.readouterr()
+    assert (code, told.out) == (2, "")
+    reasons = [line for line in told.err.splitlines() if line.startswith("dschat chat: ")]
+    assert [reason.split()[2] for reason in reasons] == ["--load-in", "--offload-cache:"]
 
 
 def talk(generator: ChatGenerator) -> list[str]:
