@@ -24,10 +24,7 @@ def stopping_text(state: dict[str, Any], requests: int, key: str) -> str:
     asked = state.get("stop")
     if asked:
         limit = max(0.0, asked["asked"] + asked["limit_seconds"] - time.time())
-    return (
-        f"stopping after this step with a checkpoint, for {duration(limit)} at most "
-        f"({key} again: without one)"
-    )
+    return f"saving a checkpoint, {duration(limit)} at most ({key} again: without)"
 
 
 def stop(run: RunFolder, now: bool, limit_seconds: float, note: Callable[[str], None]) -> str:

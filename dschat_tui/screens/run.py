@@ -354,20 +354,22 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
-        path, room = clean(_short_path(self.source.path), self.ascii_only), self.size.width // 3
+        path = clean(_short_path(self.source.path), self.ascii_only)
+        room = self.size.width // (4 if self.is_stopping else 3)
         if len(path) > room:
             path = self.glyphs.cut + path[-room:]
         row: Row = [(f" {path}", "strong")]
         state = (self.state or {}).get("state") or self._state_of(self.key)
         if self.speed is not None:
             state = f"replay {self.speed:g}x"
-        row.append((f"{dot}{state}", "text"))
         if self.is_stopping:
             from dschat_tui.runs.stopping import stopping_text
 
             told = stopping_text(self.state or {}, self.stops_asked, "x")
             row.append((f"{dot}{told}", "warn"))
-        elif self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
+        else:
+            row.append((f"{dot}{state}", "text"))
+        if self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
             row.append((f"{dot}no sign of its supervisor", "warn"))
         leads_to = getattr(self.app, "leads_to", "")
         if leads_to and state == "done":

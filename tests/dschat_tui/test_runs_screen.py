@@ -411,8 +411,8 @@ def test_the_run_screen_tells_a_gate_that_only_warns_and_a_stop_asked_for_elsewh
 
     async def follow() -> None:
         app = Dashboard(find_source(run.path))
-        async with app.run_test(size=(160, 50)) as pilot:
-            assert "x again: without one" in await until_told(pilot, "with a checkpoint")
+        async with app.run_test(size=(80, 40)) as pilot:
+            assert "(x again: without)" in await until_told(pilot, "saving a checkpoint")
             await press(pilot, "1", "h")
             assert "check this: gate: step 1 (SFT)" in await until_told(pilot, "check this: gate")
             assert "paused:" not in screen_text(pilot.app.screen)
