@@ -113,11 +113,13 @@ class Dashboard(App[None]):
 
     def action_show_start(self) -> None:
         """Go to the form of a new run."""
-        self._go_back_to(StartScreen) or self.push_screen(StartScreen(self.runs_folder))
+        if not self._go_back_to(StartScreen):
+            self.push_screen(StartScreen(self.runs_folder))
 
     def action_show_runs(self) -> None:
         """Go to the list of runs."""
-        self._go_back_to(RunsScreen) or self.push_screen(RunsScreen(self.runs_folder))
+        if not self._go_back_to(RunsScreen):
+            self.push_screen(RunsScreen(self.runs_folder))
 
     def _go_back_to(self, kind: type[Screen[Any]]) -> bool:
         """Close what lies over a screen of a kind; False where there is none."""

@@ -89,7 +89,7 @@ class StartScreen(Screen[None]):
     CSS_PATH = "start.tcss"
     BINDINGS = keys.bindings("start")
     AUTO_FOCUS = None
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (44, "-high")]  # noqa: RUF012
 
     def __init__(self, runs: Path) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class StartScreen(Screen[None]):
         if self._chosen in names:
             self._list("profiles").cursor = names.index(self._chosen)
         if self.focused is None:
-            self._list(self.panel).focus()
+            self.set_focus(self._list(self.panel))
         self._choose(self._chosen)
         self._find_needs(entries)
 
@@ -467,12 +467,13 @@ class StartScreen(Screen[None]):
         self.query_one("#start-body").set_class(self.panel in sides, "-current")
 
     def _go_to_panel(self, name: str) -> None:
+        # the focus is set at once, here and below: focus() waits, and keys typed ahead do not
         self._end_prompt()
         if self.filter and name != self.panel:
             self.filter = ""
         self.panel = name
         self._mark_panel()
-        self._list(name).focus()
+        self.set_focus(self._list(name))
         self.call_after_refresh(self.draw)
 
     def action_panel(self, by: int) -> None:
@@ -644,7 +645,7 @@ class StartScreen(Screen[None]):
         """Out of the line that is typed into, the filter, or this screen."""
         if self._asked is not None:
             self._end_prompt()
-            self._list(self.panel).focus()
+            self.set_focus(self._list(self.panel))
         elif self.filter:
             self._narrow("")
         elif len(self.app.screen_stack) > 2:
@@ -698,7 +699,7 @@ class StartScreen(Screen[None]):
             self.tell(problem)
             return
         self._end_prompt()
-        self._list(self.panel).focus()
+        self.set_focus(self._list(self.panel))
 
 
 def _need(config: RunConfig) -> Need:

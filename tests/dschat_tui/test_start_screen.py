@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from textual import events
 from textual.pilot import Pilot
 
 from dschat_tui import form, keys, memory_plan
@@ -357,3 +358,19 @@ def test_every_key_of_the_form_has_its_action() -> None:
             assert hasattr(kind, f"action_{name}"), key.id
             # a widget's own bindings must name the screen that they act on
             assert owner or key.scope == "start", key.id
+
+
+def test_keys_typed_ahead_do_what_they_were_meant_for() -> None:
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        # as a terminal sends them that was busy: all before the first has been looked at
+        for sign in "1/sequences":
+            key = "slash" if sign == "/" else sign
+            pilot.app.post_message(events.Key(key, sign))
+        pilot.app.post_message(events.Key("enter", "\r"))
+        await until(pilot, lambda: screen.filter == "sequences" and screen._asked is None)
+        assert screen.panel == "options"
+        assert [option.key for option in screen._options()] == ["ppo.kl_horizon"]
+        assert not screen.is_starting
+        assert config_of(screen) == load_profile("tiny")
+
+    drive(script)
