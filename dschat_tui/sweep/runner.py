@@ -255,6 +255,7 @@ class Runner:
             _clear(run, state)
         for quantity in QUANTITIES:
             record.pop(quantity.key, None)
+        record |= {"started": None, "ended": None, "seconds": None}
         run.create(to_yaml(config), Path(self.sweep.profile).stem, list(steps))
         _link(run.path / "training.log", Path(steps[-1].folder) / "training.log")
         process = supervisor.start(run, {**os.environ, **environment})

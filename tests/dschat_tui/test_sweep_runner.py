@@ -347,22 +347,27 @@ def test_events_are_json_lines(dschat, fakes):
     assert events[-1]["counts"] == {"done": 2, "oom": 1}
 
 
-def test_the_live_table_has_a_row_a_cell_and_how_far_it_is(dschat, fakes, tmp_path):
-    fakes.outcomes = {CELLS[1]: MISSING}
-    dschat()
-    folder = SweepFolder(tmp_path / "sweep")
-    state = folder.read()
-    state["cells"][2] |= {"state": "running", "seconds": None}
-    sweep = make("tiny", (3,), [parse_axis(AXIS)])
-    table = show.LiveTable(state)
-    worker = runner.Runner(sweep, folder, state, table, [{}])
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table.picture(worker))
-    rows = console.file.getvalue().splitlines()
-    for name, cell_state in zip(CELLS, ["done", "failed", "running"], strict=True):
-        (row,) = [row for row in rows if row.startswith(name)]
-        assert cell_state in row
-    assert "3 cells: 1 done, 1 failed, 1 running" in rows[-1]
+def test_the_live_table_has_a_row_a_cell_and_how_far_it_is(dschat, fakes, monkeypatch):
+    pictures: list[str] = []
+
+    class Table(show.LiveTable):
+        def picture(self, runner):
+            console = Console(file=io.StringIO(), width=120)
+            console.print(super().picture(runner))
+            pictures.append(console.file.getvalue())
+            return super().picture(runner)
+
+    monkeypatch.setattr(show, "display_for", lambda state, json_events: Table(state))
+    fakes.outcomes = {CELLS[0]: MISSING, CELLS[1]: "hangs"}
+    dschat("--time-limit", "1")
+    for shown, states in (
+        (pictures[1], ["failed", "running", "pending"]),
+        (pictures[-1], ["failed", "timeout", "done"]),
+    ):
+        rows = shown.splitlines()
+        for name, state in zip(CELLS, states, strict=True):
+            (row,) = [row for row in rows if row.startswith(f"{name} ")]
+            assert f" {state} " in f"{row} "
 
 
 def test_parallel_cells_share_the_cores_out(dschat, fakes, monkeypatch):
