@@ -182,7 +182,8 @@ def _run(
         if cell["state"] in states.UNSUCCESSFUL:
             reason = report.one_line(cell["reason"])
             log = folder.path / cell["name"] / "training.log"
-            typer.echo(f"{cell['name']} {cell['state']}: {reason} Log: {log}", err=True)
+            where = f" Log: {log}" if log.is_file() else ""
+            typer.echo(f"{cell['name']} {cell['state']}: {reason}{where}", err=True)
     typer.echo(states.counted(state))
     return outcome
 
