@@ -34,6 +34,7 @@ PARTS = (
     Part("X", "activations", "warn"),
     Part("K", "cache", "band2"),
     Part("P", "process", "muted"),
+    Part("H", "heap", "muted"),
 )
 STEP_LABELS = {"sft": "1 SFT", "reward": "2 reward", "dpo": "2 DPO", "ppo": "3 RLHF"}
 # whatever else a model holds beside these are gradients, moments and buffers of its optimizer
@@ -56,13 +57,24 @@ def part_of(item: Item) -> str:
     return item.model if any(word in item.what for word in _WEIGHTS) else "optimizer"
 
 
+def fullest_phase(step: StepPlan, on_host: bool) -> str:
+    """The phase of a step that holds most, on the host or on the device."""
+    phases = step.phases()
+    return max(phases, key=lambda name: phases[name][on_host])
+
+
 def parts_of(step: StepPlan, on_host: bool) -> dict[str, int]:
-    """Bytes of one rank by part, at the peak of a step, on the host or on the device."""
+    """Bytes of one rank by part, in the phase that holds most, on the host or on the device.
+
+    `heap` is what the process keeps of phases before.
+    """
     sizes: dict[str, int] = {}
     for item in step.items:
-        if item.phase in ("always", step.peak_phase):
+        if item.phase in ("always", fullest_phase(step, on_host)):
             size = item.host_bytes if on_host else item.device_bytes
             sizes[part_of(item)] = sizes.get(part_of(item), 0) + size
+    if on_host:
+        sizes["heap"] = step.host_bytes - sum(sizes.values())
     return {part.name: sizes[part.name] for part in PARTS if sizes.get(part.name)}
 
 
@@ -137,7 +149,7 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
             seen |= sizes.keys()
             where = f"{label} host" if on_host and plan.device == "cuda" else label
             rows.append(_bar_row(where, sizes, capacity, width, glyphs))
-            numbers += _numbers(where, step.peak_phase, sizes, width)
+            numbers += _numbers(where, fullest_phase(step, on_host), sizes, width)
     legend = "  ".join(f"{part.letter} {part.name}" for part in PARTS if part.name in seen)
     rows += wrapped(f"{legend}  (GiB, at the peak of each step)", width, "muted")
     return rows + numbers

@@ -141,7 +141,7 @@ def profile_detail(entry: Entry, need: Need | None, width: int, glyphs: Glyphs) 
     told = clean(entry.problem or entry.description, glyphs is ASCII)
     rows = wrapped(told or "no description", width, style)
     if need is not None:
-        fit = {True: "as this machine has", False: "more than this machine has", None: ""}
-        needed = need.problem or f"Needs {need.told} GiB, {fit[need.fits]}."
+        fit = "as much as there is here or less" if need.fits else "more than there is here"
+        needed = need.problem or f"Needs {need.told} GiB, {fit}."
         rows += wrapped(clean(needed, glyphs is ASCII), width, "muted")
     return rows
