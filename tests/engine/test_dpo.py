@@ -151,3 +151,14 @@ def test_the_rows_of_a_step_3_that_never_comes_serve_the_others(tmp_path):
         sizes[alignment] = rows
     assert sizes["dpo"][1] == pytest.approx(2 * sizes["dpo"][0], abs=1)
     assert sum(sizes["dpo"]) > sum(sizes["ppo"])
+
+
+def test_sharded_and_offloaded_models_lose_the_same(run, tmp_path):
+    losses = []
+    for number, features in enumerate(
+        [(), ("actor.zero_stage=3", "actor.offload=true", "ref.offload=true")]
+    ):
+        folder = tmp_path / str(number)
+        assert trainer(run, folder, "dpo.max_steps=2", *features).train()
+        losses.append([row["loss"] for row in records(folder, "metrics")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
