@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -18,7 +19,10 @@ from pathlib import Path
 import pytest
 
 from dschat_tui.runs import control
+from dschat_tui.runs.control import end_now, has_supervisor
+from dschat_tui.runs.folder import RunFolder
 from engine import training_log as log
+from engine.config import load_config, user_profiles
 
 SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
 
@@ -31,6 +35,7 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
+        self.columns = size[1]
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=slave,
@@ -46,9 +51,9 @@ class Terminal:
         if select.select([self.master], [], [], 0.1)[0]:
             self.seen += os.read(self.master, 1 << 16)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
         """Read until a condition holds."""
-        end = time.monotonic() + 180
+        end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.seen[-3000:].decode(errors="replace")
             self.read()
@@ -56,6 +61,17 @@ class Terminal:
     def wait_for_text(self, text: str) -> None:
         """Read until a text was written since the last key."""
         self.wait_for(lambda: text.encode() in self.seen)
+
+    def frame(self) -> str:
+        """The text of a whole picture, which another width makes the program draw."""
+        self.columns = 161 - self.columns % 2
+        self.seen = b""
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, self.columns, 0, 0))
+        self.process.send_signal(signal.SIGWINCH)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            self.read()
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.decode(errors="replace"))
 
     def press(self, keys: str) -> None:
         """Send keys; what was written before counts no more."""
@@ -182,6 +198,8 @@ def test_the_list_of_runs_opens_one(terminal, fake_run, monkeypatch: pytest.Monk
     (made.run.path.parent / "output").mkdir()
     (made.run.path.parent / "moved").rename(made.run.path.parent / "output" / "first-run")
     shown = terminal("-m", "dschat_tui.app")
+    shown.wait_for_text("new run")
+    shown.press("r")
     shown.wait_for_text("first-run")
     shown.press("\r")
     shown.wait_for_text("1 SFT")
@@ -234,6 +252,97 @@ def test_a_run_in_the_dashboard_can_be_left_and_goes_on(terminal, fake_run) -> N
     assert made.survivors()
     control.end_now(made.run)
     made.wait_for(lambda: made.state()["state"] == "stopped")
+
+
+QUICK = """# A few steps of everything: quick to see.
+extends: tiny
+gates: {sft_perplexity: null, reward_accuracy: null}
+data: {eval_rows: 8}
+sft: {epochs: 1, max_steps: 60, batch_size: 4, max_length: 48}
+reward: {max_steps: 4, batch_size: 4, max_length: 48}
+ppo: {max_steps: 3, rollout_batch_size: 4, batch_size: 4, max_answer_length: 8}
+"""
+# a quantity in the title of a panel: its line and the value that it has now
+READOUT = re.compile(r"━ [a-z ]*-?\d")
+
+
+@pytest.fixture
+def ends_run():
+    """Runs whose processes are ended after the test, should any be left."""
+    runs: list[RunFolder] = []
+    yield runs
+    for run in runs:
+        if has_supervisor(run.read_state() or {}):
+            for _ in range(2):  # the second skips the grace
+                end_now(run)
+                time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_a_run_from_the_form_to_its_end(
+    terminal, ends_run: list[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = user_profiles() / "quick.yaml"
+    profile.parent.mkdir(parents=True, exist_ok=True)
+    profile.write_text(QUICK)
+    run = RunFolder(tmp_path / "output" / "quick")
+    ends_run.append(run)
+
+    def state() -> str:
+        return str((run.read_state() or {"state": "none"})["state"])
+
+    # 1. Choose the profile, switch two toggles, start, and see the first panels fill.
+    shown = terminal("-m", "dschat_tui.app")
+    shown.wait_for_text("> ")
+    shown.press("/quick\r")
+    shown.wait_for_text("output/quick")
+    for key in ("actor.gradient_checkpointing", "ema.enabled"):
+        shown.press(f"1/{key}\r")
+        shown.wait_for_text(key)
+        shown.press(" ")
+        shown.wait_for_text(f"{key}=true")
+    shown.press("s")
+    shown.wait_for_text("1 SFT")
+    config = load_config(run.config_file)
+    assert config.ema.enabled
+    assert config.actor.gradient_checkpointing
+    assert config.sft.max_steps == 60
+    shown.wait_for(lambda: READOUT.search(shown.frame()) is not None)
+    # 2. Leave it.
+    shown.press("q")
+    shown.wait_for_text("detach")
+    shown.press("d")
+    assert shown.exit_code() == 0
+    assert shown.is_restored()
+    assert state() == "running"
+    # 3. Find it again, and stop it.
+    again = terminal("-m", "dschat_tui.app")
+    again.wait_for_text("runs in output")
+    again.wait_for_text("quick")
+    again.press("\r")
+    again.wait_for_text("1 SFT")
+    again.wait_for(lambda: "running" in again.frame())
+    again.press("x")
+    again.wait_for_text("stop the run")
+    again.press("y")
+    again.wait_for(lambda: state() == "stopped")
+    # 4. Go on with it, and see it done.
+    again.press("\x1b")
+    again.wait_for(lambda: "runs in output" in again.frame() and "stopped" in again.frame())
+    again.press("u")
+    again.wait_for_text("goes on with step")
+    again.press("y")
+    again.wait_for(lambda: state() == "done", 600)
+    again.press("\r")
+    again.wait_for_text("1 SFT")
+    for number in ("1", "2", "3"):
+        again.press(number)
+        again.wait_for(lambda: READOUT.search(again.frame()) is not None)
+    assert "done" in again.frame()
+    again.press("q")
+    assert again.exit_code() == 0
+    assert (run.path / "step3-rlhf" / "actor_ema" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
