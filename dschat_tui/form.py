@@ -167,9 +167,10 @@ def options_of(group: str) -> list[Option]:
 
 
 def find_options(text: str) -> list[Option]:
-    """The options whose key, title or help holds a text."""
+    """The options whose key or title holds a text, then those whose help does."""
     text = text.lower()
-    return [o for o in options() if text in f"{o.key} {o.title} {o.help}".lower()]
+    named = [o for o in options() if text in f"{o.key} {o.title}".lower()]
+    return named + [o for o in options() if text in o.help.lower() and o not in named]
 
 
 def choices(key: str) -> tuple[Any, ...]:

@@ -227,8 +227,6 @@ class StartScreen(Screen[None]):
         names = [entry.name for entry in self._shown_entries()]
         if self._chosen not in names and names:
             self._chosen = names[0]
-        if self._chosen in names:
-            self._list("profiles").cursor = names.index(self._chosen)
         if self.focused is None:
             self.set_focus(self._list(self.panel))
         self._choose(self._chosen)
@@ -394,12 +392,15 @@ class StartScreen(Screen[None]):
         listed = self._list("profiles")
         if not self.entries:
             return
+        names = [entry.name for entry in shown]
+        if self._chosen in names:
+            listed.cursor = names.index(self._chosen)
         if shown:
             listed.show(ProfileRows(shown, self._chosen, self.needs, self.glyphs))
         else:
             listed.show(Nothing(f"none with '{clean(self.filter)}'"))
         detail = self.query_one("#profile-detail", Line)
-        entry = next((entry for entry in shown if entry.name == self._chosen), None)
+        entry = shown[listed.cursor] if self._chosen in names else None
         need = self.needs.get(self._chosen)
         detail.show(*(profile_detail(entry, need, detail.size.width, self.glyphs) if entry else []))
 
@@ -574,7 +575,8 @@ class StartScreen(Screen[None]):
             return
         if self.panel not in ("profiles", "options"):
             self._go_to_panel("profiles")
-        self._ask(f"filter {self.panel}, then enter", self.filter, self._end_filter, self._narrow)
+        self._narrow("")
+        self._ask(f"filter {self.panel}, then enter", "", self._end_filter, self._narrow)
 
     def _narrow(self, text: str) -> None:
         self.filter = text
@@ -587,8 +589,6 @@ class StartScreen(Screen[None]):
         shown = [entry.name for entry in self._shown_entries()]
         if shown and self._chosen not in shown:
             self._choose(shown[0])
-        elif self._chosen in shown:
-            listed.cursor = shown.index(self._chosen)
         self.draw()
 
     def _end_filter(self, text: str) -> str | None:
