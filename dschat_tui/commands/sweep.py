@@ -101,7 +101,7 @@ def sweep(
         outcomes = checks.examine(made, folder.path)
         with nullcontext() if dry_run else folder.lock():
             state = runner.taken_up(folder.read(), made, outcomes, retry is not None)
-            _show_matrix(made, state, dry_run, json_output)
+            _show_matrix(state, dry_run, json_output)
             if dry_run:
                 return
             limit = time_limit if time_limit is not None else given.time_limit
@@ -139,7 +139,7 @@ def _make(
     )
 
 
-def _show_matrix(sweep: Sweep, state: dict[str, Any], is_result: bool, json_output: bool) -> None:
+def _show_matrix(state: dict[str, Any], is_result: bool, json_output: bool) -> None:
     """The cells with what is known of them, and how many will run."""
     from dschat_tui.sweep import report, runner, show
     from dschat_tui.sweep import state as states
@@ -150,10 +150,10 @@ def _show_matrix(sweep: Sweep, state: dict[str, Any], is_result: bool, json_outp
         return
     typer.echo(report.matrix_text(state), err=not is_result)
     waiting = {cell["preparation"] for cell in state["cells"] if cell["state"] == "pending"}
-    for preparation in sweep.preparations:
-        if preparation.name in waiting:
-            told = " and ".join(map(str, preparation.steps))
-            typer.echo(f"{preparation.name}: step {told} once, for all cells", err=not is_result)
+    for record in state["preparations"]:
+        if record["name"] in waiting and record["state"] != "done":
+            told = " and ".join(map(str, record["steps"]))
+            typer.echo(f"{record['name']}: step {told} once, for all cells", err=not is_result)
     typer.echo(f"{states.number_of_cells(state)}, {number} to run", err=not is_result)
 
 
