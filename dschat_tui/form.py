@@ -6,7 +6,6 @@ import json
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from engine.config import (
     check,
     find_profile,
     get_value,
-    load_profile,
     options,
     profile_names,
+    read_profile,
     resolve,
     set_value,
     user_profiles,
 )
+from engine.config.schema import merged
 
 ALL = "all"
 _ROLES = ("actor", "critic")
@@ -124,40 +124,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A profile as the list shows it; `config` is None where `problem` says why."""
-
-    name: str
-    description: str
-    config: RunConfig | None
-    problem: str = ""
-
-
-def read_entries() -> list[Entry]:
-    """All profiles, those that cannot be used too."""
-    entries = []
-    for name in profile_names():
-        description = ""
-        try:
-            description = first_sentence(find_profile(name))
-            entries.append(Entry(name, description, load_profile(name)))
-        except (ConfigError, OSError, UnicodeDecodeError) as error:
-            entries.append(Entry(name, description, None, str(error)))
-    return entries
-
-
-def first_sentence(path: Path) -> str:
-    """The first sentence of the comment on top of a profile."""
-    comment: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    text, stop, _ = " ".join(comment).partition(". ")
-    return text + stop.strip()
 
 
 def options_of(group: str) -> list[Option]:
@@ -338,7 +304,7 @@ class Form:
         return ["dschat", "run", "--profile", self.profile, "--output", str(output), *changes]
 
     def save(self, name: str) -> Path:
-        """Write what differs from the defaults as a profile of the user's own; its path.
+        """Write a profile of the user's own that extends this one; its path.
 
         Raises:
             ConfigError: a name that is no word, or that is taken.
@@ -349,17 +315,24 @@ class Form:
         if name in profile_names():
             raise ConfigError(f"there is a profile {name} already: {find_profile(name)}")
         path = user_profiles() / f"{name}.yaml"
-        values = differences(
-            self.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
-        )
         head = (
             f"# Made in the dashboard from the profile {self.profile}.\n"
             f"# Run: dschat run --profile {name}\n\n"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
+        content = yaml.safe_dump(self._to_save(), sort_keys=False, allow_unicode=True)
         path.write_text(head + content, encoding="utf-8")
         return path
+
+    def _to_save(self) -> dict[str, Any]:
+        """The profile that is extended and what differs from it."""
+        whole = self.config.model_dump(mode="json")
+        changes = differences(whole, self.base.model_dump(mode="json"))
+        below = merged(read_profile(self.profile), changes)
+        if resolve(below, self.profile) == self.config:
+            return {"extends": self.profile, **changes}
+        # what a profile has only in one step cannot be taken away by one that extends it
+        return differences(whole, RunConfig().model_dump(mode="json"))
 
 
 def mend_texts(mend: Mapping[str, Any]) -> dict[str, str]:

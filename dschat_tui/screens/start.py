@@ -34,8 +34,9 @@ from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
 if TYPE_CHECKING:
     from textual.widgets import Input
 
-    from dschat_tui.form import Entry, Form
+    from dschat_tui.form import Form
     from dschat_tui.memory_plan import Report
+    from dschat_tui.profiles import Profile
     from engine.config import ModelFacts, Option, RunConfig
 
 TOLD_SECONDS = 5.0
@@ -95,7 +96,7 @@ class StartScreen(Screen[None]):
         super().__init__()
         self._follow: Callable[[str], None] | None = None
         self.runs_folder = runs
-        self.entries: list[Entry] = []
+        self.entries: list[Profile] = []
         self.needs: dict[str, Need] = {}
         self.form: Form | None = None
         self.filter = ""
@@ -156,13 +157,13 @@ class StartScreen(Screen[None]):
     # beside the screen: profiles, plans, the start
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="profiles")
-    def _read_profiles(self) -> list[Entry]:
-        from dschat_tui import form
+    def _read_profiles(self) -> list[Profile]:
+        from dschat_tui import profiles
 
-        return form.read_entries()
+        return profiles.every()
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="needs")
-    def _find_needs(self, entries: list[Entry]) -> dict[str, Need]:
+    def _find_needs(self, entries: list[Profile]) -> dict[str, Need]:
         worker = get_current_worker()
         needs = {}
         for entry in entries:
@@ -215,7 +216,7 @@ class StartScreen(Screen[None]):
         elif event.state == WorkerState.SUCCESS and event.worker.group in take:
             take[event.worker.group](event.worker.result)
 
-    def _take_profiles(self, entries: list[Entry]) -> None:
+    def _take_profiles(self, entries: list[Profile]) -> None:
         if not self.entries:
             # not composed with the rest: it takes long to load, and the first picture comes first
             from textual.widgets import Input
@@ -270,9 +271,9 @@ class StartScreen(Screen[None]):
 
         return next_free(self.runs_folder, self._chosen)
 
-    def _shown_entries(self) -> list[Entry]:
+    def _shown_entries(self) -> list[Profile]:
         text = self.filter.lower() if self.panel == "profiles" else ""
-        return [e for e in self.entries if text in f"{e.name} {e.description}".lower()]
+        return [e for e in self.entries if text in f"{e.name} {e.models} {e.comment}".lower()]
 
     def _choose(self, name: str) -> None:
         """Take another profile; what was changed stays changed on top of it."""
@@ -402,7 +403,10 @@ class StartScreen(Screen[None]):
         detail = self.query_one("#profile-detail", Line)
         entry = shown[listed.cursor] if self._chosen in names else None
         need = self.needs.get(self._chosen)
-        detail.show(*(profile_detail(entry, need, detail.size.width, self.glyphs) if entry else []))
+        rows: list[Row] = []
+        if entry is not None:
+            rows = profile_detail(entry, need, *detail.size, self.glyphs)
+        detail.show(*rows)
 
     def _draw_options(self) -> None:
         self.query_one("#groups", TabBar).show(self.group, {})
@@ -694,6 +698,7 @@ class StartScreen(Screen[None]):
         """Take the line, or say what is wrong with it and leave it there."""
         if self._asked is None:
             return
+        self._told_until = 0.0
         problem = self._asked(message.value)
         if problem:
             self.tell(problem)

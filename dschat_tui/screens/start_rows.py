@@ -12,7 +12,8 @@ from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.text import ASCII, Glyphs, clean
 
 if TYPE_CHECKING:
-    from dschat_tui.form import Entry, Form
+    from dschat_tui.form import Form
+    from dschat_tui.profiles import Profile
     from engine.config import Option
 
 VALUE_WIDTH = 14
@@ -30,7 +31,7 @@ class ProfileRows:
     """A row a profile: the chosen one marked, the GiB that it needs, whether they are here."""
 
     def __init__(
-        self, entries: Sequence[Entry], chosen: str, needs: Mapping[str, Need], glyphs: Glyphs
+        self, entries: Sequence[Profile], chosen: str, needs: Mapping[str, Need], glyphs: Glyphs
     ) -> None:
         self.entries = entries
         self._chosen = chosen
@@ -46,7 +47,7 @@ class ProfileRows:
         """Rows from `first` on."""
         return [self._row(entry, shift) for entry in self.entries[first : first + count]]
 
-    def _row(self, entry: Entry, shift: int) -> Row:
+    def _row(self, entry: Profile, shift: int) -> Row:
         mark = ">" if entry.name == self._chosen else " "
         need = self._needs.get(entry.name, Need("?", None))
         sign, style = {
@@ -135,13 +136,21 @@ def option_detail(
     return rows
 
 
-def profile_detail(entry: Entry, need: Need | None, width: int, glyphs: Glyphs) -> list[Row]:
-    """The description of a profile, or why it cannot be used."""
-    style = "text" if entry.config is not None else "bad"
-    told = clean(entry.problem or entry.description, glyphs is ASCII)
-    rows = wrapped(told or "no description", width, style)
+def profile_detail(
+    entry: Profile, need: Need | None, width: int, height: int, glyphs: Glyphs
+) -> list[Row]:
+    """What a profile is, what it was made for and needs, what it needs here; what is wrong."""
+    told = clean(entry.first_sentence or "no description", glyphs is ASCII)
+    rows = wrapped(told, width, "text")
+    facts: list[Row] = []
+    for problem in entry.problems:
+        facts += wrapped(clean(problem, glyphs is ASCII), width, "bad")
+    if entry.report is not None:
+        made_for = f"{entry.models} ({entry.size}): {entry.memory} GiB on {entry.devices}."
+        facts += wrapped(clean(made_for, glyphs is ASCII), width, "muted")
     if need is not None:
-        fit = "as much as there is here or less" if need.fits else "more than there is here"
-        needed = need.problem or f"Needs {need.told} GiB, {fit}."
-        rows += wrapped(clean(needed, glyphs is ASCII), width, "muted")
-    return rows
+        fit = "as much as there is or less" if need.fits else "more than there is"
+        here = need.problem or f"Here: {need.told} GiB, {fit}."
+        facts += wrapped(clean(here, glyphs is ASCII), width, "muted")
+    # the facts stay in sight; of a long description its beginning
+    return [*rows[: max(height - len(facts), 1)], *facts]

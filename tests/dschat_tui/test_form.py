@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from dschat_tui import form as forms
-from dschat_tui import memory_plan
+from dschat_tui import memory_plan, profiles
 from dschat_tui.form import Form, value_text
 from dschat_tui.screens import plan as plans
 from dschat_tui.screens.start import GROUP_TABS
@@ -126,11 +126,25 @@ def test_a_saved_form_is_a_profile_with_only_what_differs(tiny: Form):
         assert load_profile("saved-by-test") == tiny.config
         values = yaml.safe_load(path.read_text())
         assert values["actor"]["gradient_checkpointing"] is True
-        assert "critic" not in values or "zero_stage" not in values["critic"]
-        assert forms.first_sentence(path) == "Made in the dashboard from the profile tiny."
+        assert list(values) == ["extends", "actor", "ppo"]
+        saved = profiles.examine("saved-by-test")
+        assert saved.first_sentence == "Made in the dashboard from the profile tiny."
+        assert not saved.problems
         for taken in ("saved-by-test", "tiny", "no name", "../up", ""):
             with pytest.raises(ConfigError):
                 tiny.save(taken)
+    finally:
+        path.unlink()
+
+
+def test_a_change_of_what_its_profile_has_in_one_step_alone_is_saved_whole():
+    base = load_profile("opt-66b")
+    [step] = [s for s in ("sft", "reward", "ppo") if get_value(base, f"{s}.overrides")][:1]
+    form = Form("opt-66b", base)
+    form.assign({f"{step}.overrides": "{}"})
+    path = form.save("saved-by-test")
+    try:
+        assert load_profile("saved-by-test") == form.config != base
     finally:
         path.unlink()
 

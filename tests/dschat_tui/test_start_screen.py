@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from textual import events
 from textual.pilot import Pilot
 
-from dschat_tui import form, keys, memory_plan
+from dschat_tui import keys, memory_plan, profiles
 from dschat_tui.app import Dashboard, screen_text
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import RunFolder
@@ -33,9 +33,9 @@ Script = Callable[[Pilot[None], StartScreen], Awaitable[None]]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder of its own, without runs, and few profiles."""
     monkeypatch.chdir(tmp_path)
-    names = form.profile_names
+    names = profiles.profile_names
     few = ("mine", "smollm2-135m", "tiny")
-    monkeypatch.setattr(form, "profile_names", lambda: [n for n in names() if n in few])
+    monkeypatch.setattr(profiles, "profile_names", lambda: [n for n in names() if n in few])
     return tmp_path
 
 
