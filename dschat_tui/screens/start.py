@@ -136,7 +136,7 @@ class StartScreen(Screen[None]):
         for name in PANELS:
             self._list(name).show(Nothing("reading the profiles"))
         self._mark_panel()
-        self.call_after_refresh(self._read_profiles)
+        self.call_after_refresh(self._read_first)
 
     def on_resize(self) -> None:
         """One panel at a time where it is small."""
@@ -155,6 +155,12 @@ class StartScreen(Screen[None]):
         self.set_timer(TOLD_SECONDS + 0.1, self._draw_header)
 
     # beside the screen: profiles, plans, the start
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="first")
+    def _read_first(self) -> list[Profile]:
+        from dschat_tui import profiles
+
+        return [profiles.examine(FIRST_PROFILE)]
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="profiles")
     def _read_profiles(self) -> list[Profile]:
@@ -204,6 +210,7 @@ class StartScreen(Screen[None]):
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Take what a worker found, or say what went wrong in it."""
         take: dict[str, Callable[[Any], None]] = {
+            "first": self._take_first,
             "profiles": self._take_profiles,
             "needs": self._take_needs,
             "plan": self._take_plan,
@@ -216,21 +223,23 @@ class StartScreen(Screen[None]):
         elif event.state == WorkerState.SUCCESS and event.worker.group in take:
             take[event.worker.group](event.worker.result)
 
-    def _take_profiles(self, entries: list[Profile]) -> None:
-        if not self.entries:
-            # not composed with the rest: it takes long to load, and the first picture comes first
-            from textual.widgets import Input
+    def _take_first(self, entries: list[Profile]) -> None:
+        # not composed with the rest: it takes long to load, and the first picture comes first
+        from textual.widgets import Input
 
-            prompt = Input(id="prompt", compact=True, select_on_focus=False)
-            prompt.display = False
-            self.mount(prompt, before="#start-keys")
+        prompt = Input(id="prompt", compact=True, select_on_focus=False)
+        prompt.display = False
+        self.mount(prompt, before="#start-keys")
         self.entries = entries
-        names = [entry.name for entry in self._shown_entries()]
-        if self._chosen not in names and names:
-            self._chosen = names[0]
-        if self.focused is None:
-            self.set_focus(self._list(self.panel))
-        self._choose(self._chosen)
+        self.set_focus(self._list(self.panel))
+        self._choose(FIRST_PROFILE)
+        self._read_profiles()
+
+    def _take_profiles(self, entries: list[Profile]) -> None:
+        self.entries = entries
+        if self.form is None:
+            self._choose(self._chosen)
+        self._draw_profiles()
         self._find_needs(entries)
 
     def _take_needs(self, needs: dict[str, Need]) -> None:
