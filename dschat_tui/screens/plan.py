@@ -84,18 +84,17 @@ def bar(sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs) -> 
     Where they need more than that, the bar is as long as the need, with a mark where it ends.
     """
     whole = max(capacity, sum(sizes.values()))
+    exact = {name: size / whole * width for name, size in sizes.items()}
+    cells = {name: int(share) for name, share in exact.items()}
+    used = max(round(sum(exact.values())), 1) if sizes else 0
+    # what is left of whole cells goes to the parts that are nearest to one more
+    for name in sorted(sizes, key=lambda name: cells[name] - exact[name]):
+        cells[name] += sum(cells.values()) < used
     row: Row = []
-    used = so_far = 0
     for index, part in enumerate(PARTS):
-        so_far += sizes.get(part.name, 0)
-        end = round(so_far / whole * width)
-        if end > used:
-            text = part.letter + glyphs.parts[index % 3] * (end - used - 1)
+        if cells.get(part.name):
+            text = part.letter + glyphs.parts[index % 3] * (cells[part.name] - 1)
             row.append((text, part.style))
-            used = end
-    if not row and so_far:
-        largest = max(PARTS, key=lambda part: sizes.get(part.name, 0))
-        row, used = [(largest.letter, largest.style)], 1
     row.append((glyphs.dot * (width - used), "muted"))
     if whole > capacity:
         row = _marked(row, min(round(capacity / whole * width), width - 1), glyphs.cursor)
