@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -113,6 +114,35 @@ def test_chat_answers_once_and_ends(demo, unplugged):
         )
         assert ended.returncode == 0, ended.stderr[-2000:]
         assert ended.stdout.count("Paris") == 1
+
+
+def test_dpo_on_the_same_sft_model_ends_after_step_2_and_can_be_talked_to(demo, unplugged):
+    folder = demo.parent / "dpo"
+    ended = dschat(
+        *("run", "--profile", "tiny", "--output", str(folder), "--set", "alignment=dpo"),
+        *("--set", f"models.sft={demo}/step1-sft/model"),
+        # the whole epoch of the profile takes minutes, and gets above 0.95
+        *("--set", "dpo.max_steps=50", "--set", "data.eval_rows=100"),
+        env=unplugged,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert f"dschat chat --path {folder}" in ended.stdout + ended.stderr
+    document = json.loads(dschat("metrics", str(folder), "--json").stdout)
+    assert {name: log["state"] for name, log in document["steps"].items()} == {"dpo": "ok"}
+    records = document["steps"]["dpo"]["records"]
+    first = next(record for record in records if record["kind"] == "metrics")
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert [r["eval_accuracy"] for r in records if "eval_accuracy" in r][-1] >= 0.75
+    ended = subprocess.run(
+        [str(Path(sys.executable).parent / "dschat"), "chat", "--path", str(folder)],
+        input="What is the capital of France?\nquit\n",
+        capture_output=True,
+        text=True,
+        env=unplugged,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "step2-dpo/model" in ended.stderr
 
 
 def test_saved_models_load_in_transformers_without_a_network(demo):
