@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from engine.config import (
 from engine.config.schema import merged
 
 ALL = "all"
+INSPECTED_ROWS = 200
 _ROLES = ("actor", "critic")
 _STEPS = ("sft", "reward", "dpo", "ppo")
 # Where each option stands in the form; the rest is under `all` alone.
@@ -300,8 +302,19 @@ class Form:
 
     def command(self, output: Path) -> list[str]:
         """The command that runs this form into a folder."""
-        changes = [part for k, t in self.assignments.items() for part in ("--set", f"{k}={t}")]
-        return ["dschat", "run", "--profile", self.profile, "--output", str(output), *changes]
+        head = ["dschat", "run", "--profile", self.profile, "--output", str(output)]
+        return [*head, *self._settings()]
+
+    def data_commands(self) -> list[list[str]]:
+        """The commands that show what the sources hold and what the steps see of them."""
+        inspect = [sys.executable, "-m", "dschat_tui.cli", "data", "inspect"]
+        shown = ["--profile", self.profile, "--rows", str(INSPECTED_ROWS), *self._settings()]
+        return [[*inspect, source.path, *shown] for source in self.config.data.sources]
+
+    def _settings(self) -> list[str]:
+        return [
+            part for key, text in self.assignments.items() for part in ("--set", f"{key}={text}")
+        ]
 
     def save(self, name: str) -> Path:
         """Write a profile of the user's own that extends this one; its path.

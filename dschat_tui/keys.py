@@ -42,6 +42,7 @@ KEYS = (
     ),
     Key("start", "start.filter", "slash", "filter", "filter", "/", 21),
     Key("start", "start.way_out", "w", "way_out", "set what is needed", "w", 22),
+    Key("start", "start.data", "d", "data", "look at the data", "d", 25),
     Key("start", "start.copy", "y", "copy", "copy command", "y", 23),
     Key("start", "start.save", "v", "save", "save as profile", "v", 24),
     Key("start", "start.runs", "r", "app.show_runs", "runs", "r", 11),

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from textual import work
 from textual.app import ComposeResult
@@ -16,16 +16,19 @@ from textual.worker import Worker, WorkerState, get_current_worker
 
 from dschat_tui import keys
 from dschat_tui.logs.source import find_source
+from dschat_tui.screens import start_work
 from dschat_tui.screens.dialogs import Question
-from dschat_tui.screens.help import Pages
+from dschat_tui.screens.help import PAGES_WIDTH, Pages
 from dschat_tui.screens.plan import plan_rows, wrapped
 from dschat_tui.screens.start_rows import (
+    Lines,
     Need,
     OptionRows,
     ProfileRows,
     option_detail,
     profile_detail,
 )
+from dschat_tui.screens.start_work import Planned, Started
 from dschat_tui.widgets.bars import Line, TabBar
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
@@ -35,9 +38,8 @@ if TYPE_CHECKING:
     from textual.widgets import Input
 
     from dschat_tui.form import Form
-    from dschat_tui.memory_plan import Report
     from dschat_tui.profiles import Profile
-    from engine.config import ModelFacts, Option, RunConfig
+    from engine.config import Option, RunConfig
 
 TOLD_SECONDS = 5.0
 # a key held down changes options faster than anybody reads plans
@@ -49,39 +51,10 @@ GROUP_TABS = ("memory", "speed", "LoRA", "stability", "data", "logging", "all")
 FIRST_PROFILE = "tiny"
 
 
-class Planned(NamedTuple):
-    """What is found out about a form beside the screen."""
-
-    report: Report | None
-    problem: str
-    facts: ModelFacts
-    commands: list[list[str]]
-    is_searched: bool
-
-
-class Started(NamedTuple):
-    """The folder of a run that was started, or why it was not."""
-
-    path: Path
-    reasons: list[str]
-
-
 class OptionList(LineList):
     """The options; its keys change the one under the cursor."""
 
     BINDINGS = keys.bindings("form")
-
-
-class Lines:
-    """Rows made before, as the source of a list."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self._rows = rows
-        self.count = len(rows)
-
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return self._rows[first : first + count]
 
 
 class StartScreen(Screen[None]):
@@ -176,36 +149,32 @@ class StartScreen(Screen[None]):
             if worker.is_cancelled:
                 break
             if entry.config is not None:
-                needs[entry.name] = _need(entry.config)
+                needs[entry.name] = start_work.need(entry.config)
         return needs
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="plan")
     def _make_plan(self, config: RunConfig, output: Path, is_searched: bool) -> Planned | None:
         worker = get_current_worker()
         time.sleep(SETTLE_SECONDS)
-        return None if worker.is_cancelled else _planned(config, output, is_searched)
+        return None if worker.is_cancelled else start_work.planned(config, output, is_searched)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="effect")
     def _find_effect(self, config: RunConfig, key: str, value: Any) -> str:
         worker = get_current_worker()
         time.sleep(SETTLE_SECONDS)
-        return "" if worker.is_cancelled else _effect(config, key, value)
+        return "" if worker.is_cancelled else start_work.effect(config, key, value)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="start")
     def _start(self, config: RunConfig, profile: str, output: Path) -> Started:
-        from dschat_tui.runs import supervisor
-        from dschat_tui.runs.preflight import Refusal, prepare
-        from engine.config import to_yaml
+        return start_work.start(config, profile, output)
 
-        try:
-            plan = prepare(config, output, None)
-            plan.run.create(to_yaml(plan.config), profile, plan.steps)
-            supervisor.start(plan.run)
-        except Refusal as refusal:
-            return Started(output, refusal.reasons)
-        except OSError as error:
-            return Started(output, [f"cannot write the run's folder {output}: {error.strerror}"])
-        return Started(plan.run.path, [])
+    @work(thread=True, exclusive=True, exit_on_error=False, group="data")
+    def _look_at_data(self, commands: list[list[str]]) -> list[str]:
+        worker = get_current_worker()
+        lines: list[str] = []
+        for command in commands:
+            lines += [*start_work.output_of(command, lambda: worker.is_cancelled), ""]
+        return lines
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Take what a worker found, or say what went wrong in it."""
@@ -216,6 +185,7 @@ class StartScreen(Screen[None]):
             "plan": self._take_plan,
             "effect": self._take_effect,
             "start": self._take_start,
+            "data": self._take_data,
         }
         if event.state == WorkerState.ERROR:
             self.is_starting = False
@@ -263,14 +233,21 @@ class StartScreen(Screen[None]):
     def _take_start(self, started: Started) -> None:
         self.is_starting = False
         if started.reasons:
-            rows = [
-                row
-                for reason in started.reasons
-                for row in [*wrapped(clean(reason), self.size.width - 8, "text"), []]
-            ]
-            self.app.push_screen(Pages("It does not start", Lines(rows)))
+            lines = [line for reason in started.reasons for line in (reason, "")]
+            self._show_pages("It does not start", lines)
             return
         self.app.open_run(find_source(started.path))  # type: ignore[attr-defined]
+
+    def _take_data(self, lines: list[str]) -> None:
+        self._told_until = 0.0
+        self._draw_header()
+        self._show_pages("The data, as this form would use it", lines)
+
+    def _show_pages(self, title: str, lines: list[str]) -> None:
+        width = min(self.size.width, PAGES_WIDTH) - 4
+        is_ascii = self.glyphs is ASCII
+        rows = [row for line in lines for row in wrapped(clean(line, is_ascii), width, "text")]
+        self.app.push_screen(Pages(title, Lines(rows)))
 
     # the form
 
@@ -616,6 +593,12 @@ class StartScreen(Screen[None]):
         self.app.copy_to_clipboard("\n".join(commands))
         self.tell(f"copied {len(commands)} command{'s' if len(commands) > 1 else ''}")
 
+    def action_data(self) -> None:
+        """Show what the data holds, with its first rows decoded and what is learnt of them."""
+        if self.form is not None:
+            self._look_at_data(self.form.data_commands())
+            self.tell("reading the data, with `dschat data inspect`")
+
     def action_save(self) -> None:
         """Ask for a name and save the form as a profile."""
         if self.form is not None:
@@ -714,58 +697,3 @@ class StartScreen(Screen[None]):
             return
         self._end_prompt()
         self.set_focus(self._list(self.panel))
-
-
-def _need(config: RunConfig) -> Need:
-    """What a configuration needs of this machine."""
-    from dschat_tui import memory_plan
-
-    try:
-        report = memory_plan.make(config, None, find_change=False, offline=True)
-    except memory_plan.PlanError as error:
-        return Need("?", None, str(error))
-    return Need(memory_plan.gib(_peak(report)), report.fits)
-
-
-def _peak(report: Report) -> int:
-    plan = report.plan
-    return plan.node_host_bytes if plan.device == "cpu" else plan.device_bytes
-
-
-def _planned(config: RunConfig, output: Path, is_searched: bool) -> Planned:
-    """The plan of a configuration, what rules must know of its models, and its commands."""
-    from dschat_tui import memory_plan
-    from dschat_tui.runs import launch, preflight
-    from dschat_tui.runs.folder import RunFolder
-
-    report, problem = None, ""
-    try:
-        report = memory_plan.make(config, None, find_change=is_searched, offline=True)
-    except memory_plan.PlanError as error:
-        problem = str(error)
-    port = config.launch.master_port or launch.free_port()
-    run = RunFolder(output)
-    try:
-        steps = preflight.wanted_steps(config, None)
-        commands = [launch.step_command(config, run, step, port) for step in steps]
-    except FileNotFoundError:
-        # preflight says so when it is started
-        commands = []
-    return Planned(report, problem, preflight.model_facts(config), commands, is_searched)
-
-
-def _effect(config: RunConfig, key: str, value: Any) -> str:
-    """What another value of an option does to the peak of memory."""
-    from dschat_tui import memory_plan
-    from dschat_tui.form import value_text, with_value
-
-    try:
-        before, after = (
-            memory_plan.make(c, None, find_change=False, offline=True)
-            for c in (config, with_value(config, key, value))
-        )
-    except memory_plan.PlanError:
-        return ""
-    change = (_peak(after) - _peak(before)) / memory_plan.GIB
-    told = f"{change:+.2g} GiB" if abs(change) >= 0.0005 else "no change of the peak"
-    return f"{value_text(value)}: {told}, {memory_plan.gib(_peak(after))} GiB in all."

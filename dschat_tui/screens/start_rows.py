@@ -27,6 +27,18 @@ class Need(NamedTuple):
     problem: str = ""
 
 
+class Lines:
+    """Rows made before, as the source of a list."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self.count = len(rows)
+
+    def rows(self, first: int, count: int, shift: int) -> list[Row]:
+        """Rows from `first` on."""
+        return self._rows[first : first + count]
+
+
 class ProfileRows:
     """A row a profile: the chosen one marked, the GiB that it needs, whether they are here."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from dschat_tui import keys, memory_plan, profiles
 from dschat_tui.app import Dashboard, screen_text
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import RunFolder
+from dschat_tui.screens import start_work
 from dschat_tui.screens.help import Pages
 from dschat_tui.screens.run import RunScreen
 from dschat_tui.screens.runs import RunsScreen
@@ -284,6 +287,40 @@ def test_refusals_are_shown_and_nothing_is_made(
         assert not (here / "output").exists()
 
     drive(script, (60, 16))
+
+
+def test_the_data_is_shown_as_the_form_would_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prints = "import sys; print('row 1 [bold]decoded\\x1b[2J', *sys.argv[1:])"
+    monkeypatch.setattr(sys, "executable", str(script_of(prints)))
+
+    async def script(pilot: Pilot[None], screen: StartScreen) -> None:
+        await go_to(pilot, screen, "sft.max_length")
+        await press(pilot, "enter", "ctrl+u", *"48", "enter", "d")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Pages))
+        shown = await press(pilot)
+        told = " ".join(shown.replace("│", " ").split())
+        assert "row 1 [bold]decoded -m dschat_tui.cli data inspect embedded:facts" in told
+        assert "--set sft.max_length=48" in told
+
+    drive(script, (160, 50))
+
+
+def script_of(code: str) -> Path:
+    """A program in place of Python: it runs some code, whatever it is told to run."""
+    path = Path("python-of-the-test").absolute()
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_command_that_nobody_waits_for_is_ended() -> None:
+    sleeps = "import time; print('begun', flush=True); time.sleep(60)"
+    begun = time.monotonic()
+    lines = start_work.output_of(
+        [sys.executable, "-c", sleeps], lambda: time.monotonic() > begun + 1
+    )
+    assert lines in (["begun"], [])
+    assert time.monotonic() < begun + 50
 
 
 def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
