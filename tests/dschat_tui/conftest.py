@@ -135,3 +135,22 @@ def fake_run(tmp_path: Path):
     for run in made:
         for pid in run.survivors():
             os.kill(pid, 9)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path):
+    """A folder in which nobody may write, whoever runs the tests."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield folder
+        folder.chmod(0o700)
+        return
+    for options in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
+        mount = subprocess.run(["mount", *options, str(folder)], capture_output=True)
+        if mount.returncode != 0:
+            subprocess.run(["umount", str(folder)], capture_output=True)
+            pytest.skip("root may write everywhere, and not mount in every container")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

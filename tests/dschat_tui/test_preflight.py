@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dschat_tui.cli import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.folder import DONE, STEPS, RunFolder, process_identity
 from dschat_tui.runs.preflight import Refusal, changed_keys, model_facts, prepare
@@ -202,10 +204,23 @@ def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path):
     assert "is a file" in reasons(config(), tmp_path / "file" / "run")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(tmp_path):
-    (tmp_path / "locked").mkdir(mode=0o500)
-    assert "permission" in reasons(config(), tmp_path / "locked" / "run")
+def test_a_folder_without_permission_is_refused(read_only):
+    told = reasons(config(), read_only / "run")
+    assert f"no permission to write in {read_only}" in told
+
+
+def test_the_command_names_each_fault_its_value_and_the_way_out(read_only, tmp_path):
+    actor = write_model(tmp_path / "actor", {"a": 0, "b": 1})
+    other = write_model(tmp_path / "other", {"a": 1, "b": 0})
+    models = [f"--set=models.actor={actor}", f"--set=models.reward={other}"]
+    command = ["run", "--profile", "tiny", "--output", str(read_only / "run"), *models]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert f"no permission to write in {read_only}. Choose another --output" in told
+    assert "same-tokenizer" in told
+    assert "models.reward=sft" in told
+    assert not (read_only / "run").exists()
 
 
 def test_a_full_disk_is_refused(tmp_path, monkeypatch):

@@ -117,6 +117,15 @@ def test_a_failure_is_one_line_with_cause_and_log(fake_run, capsys):
     assert str(fake.run.path / "step2-reward" / "training.log") in last
 
 
+def test_a_step_that_may_not_write_is_named_with_line_and_advice(fake_run, read_only, capsys):
+    fake = fake_run(sft=f"(Path({str(read_only)!r}) / 'model').mkdir()")
+    assert watch.watch(fake.run, fake.start(), json_output=True) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "failed, permission" in last
+    assert str(read_only / "model") in last
+    assert "Make the path writable" in last
+
+
 def test_terminal_escapes_of_a_log_do_not_reach_the_terminal(fake_run, capsys):
     fake = fake_run(sft="print('\\x1b[2J\\x1b]0;title\\x07RuntimeError: bad'); sys.exit(1)")
     watch.watch(fake.run, fake.start(), json_output=True)
