@@ -26,8 +26,9 @@ SCOPE_TITLES = {
     "form": "new run, on the options",
     "run": "a run",
     "runs": "the runs",
+    "compare": "compared runs",
     "sweep": "a sweep",
-    "chat": "chat",
+    "chat": "a chat",
     "list": "in lists",
 }
 
