@@ -122,7 +122,7 @@ def test_dpo_on_the_same_sft_model_ends_after_step_2_and_can_be_talked_to(demo, 
         *("run", "--profile", "tiny", "--output", str(folder), "--set", "alignment=dpo"),
         *("--set", f"models.sft={demo}/step1-sft/model"),
         # the whole epoch of the profile takes minutes, and gets above 0.95
-        *("--set", "dpo.max_steps=50", "--set", "data.eval_rows=100"),
+        *("--set", "dpo.max_steps=40", "--set", "data.eval_rows=100"),
         env=unplugged,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
