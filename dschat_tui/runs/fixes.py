@@ -29,7 +29,7 @@ SLOWER = 0.1
 
 def _less_memory(config: RunConfig, step: StepName) -> Assignments:
     """Half the rows at once; then checkpointing; then a higher ZeRO stage; then offload."""
-    ranks = config.launch.num_accelerators
+    ranks = config.launch.num_accelerators * (config.launch.num_nodes or 1)
     options = getattr(config, step)
     rows = options.micro_batch_size or options.batch_size // ranks
     if rows > 1:
