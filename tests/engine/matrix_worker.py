@@ -1,4 +1,7 @@
-"""One rank of `test_matrix.py`: cells of the matrix, one after another in one process."""
+"""One rank of `test_matrix.py`: cells of the matrix, one after another in one process.
+
+Then two steps under ZeRO-3, each uninterrupted, and stopped and resumed.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,38 @@ import json
 import sys
 from pathlib import Path
 
-from matrix_run import Cell, run_cell
+from matrix_run import Cell, options, run_cell
+from resumed import train
 
 from engine.distributed import process_group, rank
+
+RESUMED = (
+    "launch.num_accelerators=2",
+    "actor.zero_stage=3",
+    "critic.zero_stage=3",
+    "hybrid_engine.enabled=true",
+    "ema.enabled=true",
+    "ppo.kl_target=1",
+    "ppo.normalize_reward=true",
+    "ppo.max_steps=4",
+    "sft.max_steps=4",
+)
 
 
 def main(folder: Path) -> None:
     with process_group():
-        for entry in json.loads((folder / "plan.json").read_text()):
+        plan = json.loads((folder / "plan.json").read_text())
+        for entry in plan:
             cell = Cell(**entry["cell"])
             result = run_cell(cell, entry["model"], folder / cell.name, "launch.num_accelerators=2")
             if rank() == 0:
                 with (folder / "results.jsonl").open("a") as file:
                     file.write(json.dumps(result) + "\n")
+        config = options(plan[-1]["model"], *RESUMED)
+        for step in ("sft", "ppo"):
+            assert train(config, folder / "whole", step)
+            assert not train(config, folder / "broken", step, stop_after=2)
+            assert train(config, folder / "broken", step)
 
 
 if __name__ == "__main__":

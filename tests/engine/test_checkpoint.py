@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+import resumed
+from resumed import records
 from small_run import configuration
 
-from engine.config.layout import STEP_FOLDERS, STOP_REQUEST
+from engine.config.layout import STEP_FOLDERS
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
-from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 
-TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "ppo": PPOTrainer}
 LONGER = ("sft.max_steps=4", "reward.max_steps=4", "ppo.max_steps=4", "reward.eval_interval=2")
-TIMES = {"tokens_per_s", "e2e_s", "generate_s", "train_s"}
 
 
 def train(folder: Path, step: str, *assignments: str, stop_after: int | None = None) -> bool:
-    trainer = TRAINERS[step](StepContext.create(configuration(*LONGER, *assignments), folder, step))
-    after_step = trainer.checkpoints.after_step
-
-    def stop_then(done, *arguments):
-        if done == stop_after:
-            (folder / STOP_REQUEST).touch()
-        return after_step(done, *arguments)
-
-    trainer.checkpoints.after_step = stop_then
-    (folder / STOP_REQUEST).unlink(missing_ok=True)
-    return trainer.train()
-
-
-def records(folder: Path, step: str) -> list[dict]:
-    rows = (folder / STEP_FOLDERS[step] / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(row).items() if name not in TIMES}
-        for row in rows
-    ]
+    return resumed.train(configuration(*LONGER, *assignments), folder, step, stop_after)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import torch
 from launched import launch
 from matrix_run import FAMILIES, Cell, cells, judge, options, run_cell, small_model, step_3, table
+from resumed import records
 
 from engine.config import check
 from engine.config.layout import STEP_FOLDERS
@@ -142,13 +143,30 @@ ON_TWO_RANKS = [
 ]
 
 
-@pytest.mark.slow
-def test_two_ranks_run_a_covering_subset(model, results, tmp_path):
+@pytest.fixture(scope="module")
+def two_ranks(model, tmp_path_factory):
+    """The folder in which two ranks left what they ran: starting them takes long."""
+    folder = tmp_path_factory.mktemp("two-ranks")
     plan = [{"cell": asdict(cell), "model": model(cell.family)} for cell in ON_TWO_RANKS]
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    launch(Path(__file__).with_name("matrix_worker.py"), tmp_path)
-    for line in (tmp_path / "results.jsonl").read_text().splitlines():
+    (folder / "plan.json").write_text(json.dumps(plan))
+    launch(Path(__file__).with_name("matrix_worker.py"), folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_two_ranks_run_a_covering_subset(two_ranks, results):
+    for line in (two_ranks / "results.jsonl").read_text().splitlines():
         result = json.loads(line)
         results[result["cell"] + " two ranks"] = result
         judge(result)
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(ON_TWO_RANKS)
+    assert len((two_ranks / "results.jsonl").read_text().splitlines()) == len(ON_TWO_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["sft", "ppo"])
+def test_under_zero_3_on_two_ranks_a_resumed_step_equals_an_uninterrupted_one(two_ranks, step):
+    whole, broken = (records(two_ranks / name, step) for name in ("whole", "broken"))
+    assert [row["step"] for row in whole if row["kind"] == "metrics"] == [0, 1, 2, 3]
+    assert len(broken) == len(whole)
+    for found, expected in zip(broken, whole, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
