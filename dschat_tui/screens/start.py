@@ -209,6 +209,8 @@ class StartScreen(Screen[None]):
         self.entries = entries
         if self.form is None:
             self._choose(self._chosen)
+        if self.filter and self.panel == "profiles":  # it was typed before they were there
+            self._narrow(self.filter)
         self._draw_profiles()
         self._find_needs(entries)
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -202,6 +203,26 @@ def test_profiles_are_filtered_as_a_text_is_typed() -> None:
         assert "tiny" in frame
 
     drive(script)
+
+
+def test_a_filter_can_be_typed_before_all_profiles_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_typed = threading.Event()
+    every = profiles.every
+    monkeypatch.setattr(profiles, "every", lambda: every() if is_typed.wait(60) else [])
+
+    async def follow() -> None:
+        app = Dashboard()
+        async with app.run_test(size=(80, 24)) as pilot:
+            screen = app.screen
+            assert isinstance(screen, StartScreen)
+            await until(pilot, lambda: screen.planned is not None)
+            assert "none with 'smoll'" in await press(pilot, "slash", *"smoll", "enter")
+            is_typed.set()
+            await until(pilot, lambda: screen._chosen == "smollm2-135m")
+
+    asyncio.run(follow())
 
 
 def test_what_does_not_fit_is_asked_about_and_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
