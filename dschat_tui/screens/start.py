@@ -67,7 +67,6 @@ class StartScreen(Screen[None]):
 
     def __init__(self, runs: Path) -> None:
         super().__init__()
-        self._follow: Callable[[str], None] | None = None
         self.runs_folder = runs
         self.entries: list[Profile] = []
         self.needs: dict[str, Need] = {}
@@ -80,7 +79,10 @@ class StartScreen(Screen[None]):
         self.effect = ""
         self.is_starting = False
         self._chosen = FIRST_PROFILE
+        # outlive a profile that cannot be used
+        self._changes: dict[str, str] = {}
         self._asked: Callable[[str], str | None] | None = None
+        self._follow: Callable[[str], None] | None = None
         self._told, self._told_until = "", 0.0
 
     @property
@@ -270,11 +272,12 @@ class StartScreen(Screen[None]):
 
         self._chosen = name
         entry = next((entry for entry in self.entries if entry.name == name), None)
-        assignments = {} if self.form is None else self.form.assignments
+        if self.form is not None:
+            self._changes = self.form.assignments
         self.form = None
         if entry is not None and entry.config is not None:
             try:
-                self.form = Form(name, entry.config, assignments)
+                self.form = Form(name, entry.config, self._changes)
             except ConfigError as error:
                 self.tell(f"changes were taken back: {error}")
                 self.form = Form(name, entry.config)
@@ -614,7 +617,7 @@ class StartScreen(Screen[None]):
             path = self.form.save(name.strip())
         except (ConfigError, OSError) as error:
             return str(error)
-        self.form, self._chosen, self.filter = None, name.strip(), ""
+        self.form, self._chosen, self._changes, self.filter = None, name.strip(), {}, ""
         self._read_profiles()
         self.tell(f"saved {path}")
         return None
