@@ -29,7 +29,8 @@ from engine.planning import (
 GIB = 2**30
 Dtype = Literal["fp32", "bf16", "fp16"]
 HEAP_NOTE = (
-    "note: this is memory in use. The C library may keep as much again of what was freed; "
+    "note: this is memory in use. The C library may keep as much again, and half more, of what "
+    "was freed; "
     "with MALLOC_MMAP_THRESHOLD_=65536 in the environment of `dschat run` it gives that back, "
     "for up to twice the CPU time"
 )

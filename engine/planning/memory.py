@@ -15,8 +15,8 @@ Stages 1 to 3 reduce gradients through a bucket of 5e8 numbers on the device.
 
 Host figures are of memory in use. glibc keeps freed blocks of up to 32 MiB in its heap, where they
 lie between others: a process on a CPU that computes with small tensors was seen to grow to 1.6
-times the figure in SFT and to twice in PPO. With MALLOC_MMAP_THRESHOLD_=65536 in its environment it
-gives them back and grows as planned, for up to twice the CPU time.
+times the figure in SFT and to 2.6 times in PPO. With MALLOC_MMAP_THRESHOLD_=65536 in its
+environment it gives them back and grows as planned, for up to twice the CPU time.
 """
 
 from __future__ import annotations
