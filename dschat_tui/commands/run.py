@@ -111,6 +111,7 @@ def resume_and_watch(
     json_output: bool,
     dashboard: bool = False,
 ) -> NoReturn:
+    """Go on with a run, told by its name or folder, and exit as it ends."""
     from dschat_tui.runs import resume, supervisor
     from dschat_tui.runs.preflight import Refusal
 
