@@ -267,14 +267,17 @@ class Terminal:
     """A child in a pseudo-terminal: send keys, wait for text."""
 
     def __init__(self, home: Path, **options: object) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(home)
-            os.execve(
-                sys.executable,
-                [sys.executable, "-c", CHILD, json.dumps(options)],
-                child_environment(home),
-            )
+        self.fd, follower = pty.openpty()
+        # `setsid --ctty`: the terminal becomes the one that controls the new session
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", sys.executable, "-c", CHILD, json.dumps(options)],
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            cwd=home,
+            env=child_environment(home),
+        )
+        os.close(follower)
         self.unread = ""
 
     def send(self, keys: str) -> None:
@@ -293,9 +296,9 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the child; return its exit code."""
-        _, status = os.waitpid(self.pid, 0)
+        code = self.process.wait(180)
         os.close(self.fd)
-        return os.waitstatus_to_exitcode(status)
+        return code
 
 
 def test_a_session_in_a_terminal(tmp_path) -> None:

