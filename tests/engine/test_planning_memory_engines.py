@@ -62,14 +62,11 @@ class Case:
 
 
 CASES = [
-    Case(0),
     Case(0, "bf16", checkpointing=True),
     Case(1, accumulation=2),
-    Case(2, "bf16", ranks=2),
     Case(2, offload=True, accumulation=2),
-    Case(3),
     Case(3, lora=True),
-    Case(3, "bf16", offload=True, ranks=2),
+    Case(3, offload=True, ranks=2),
     Case(2, lora=True, step="ppo"),
 ]
 
