@@ -174,19 +174,21 @@ def test_two_ranks_learn_as_one_rank_with_the_same_global_batch(tmp_path):
     assert perplexities[1] == pytest.approx(perplexities[0], rel=0.02)
 
 
-def test_all_three_steps_run_on_two_ranks_under_zero_3(tmp_path):
-    sizes = ("sft.max_steps=3", "reward.max_steps=3", "ppo.max_steps=2", "data.eval_rows=32")
+def test_step_3_of_finished_models_runs_on_two_ranks_under_zero_3(demo, tmp_path):
     features = (
+        f"models.sft={demo}/step1-sft/model",
+        f"models.trained_reward={demo}/step2-reward/model",
         "launch.num_accelerators=2",
         "actor.zero_stage=3",
         "critic.zero_stage=3",
+        "ppo.max_steps=2",
         "ppo.rollout_batch_size=8",
         "ppo.batch_size=8",
         "ema.enabled=true",
     )
     folder = tmp_path / "run"
-    assignments = [part for value in (*sizes, *features) for part in ("--set", value)]
-    ended = dschat("run", "--profile", "tiny", "--output", str(folder), *assignments)
+    command = ["run", "--profile", "tiny", "--steps", "3", "--output", str(folder)]
+    ended = dschat(*command, *(part for value in features for part in ("--set", value)))
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = (folder / "step3-rlhf/metrics.jsonl").read_text().splitlines()
     records = [json.loads(row) for row in rows]

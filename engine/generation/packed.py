@@ -2,7 +2,9 @@
 fused, one short forward for a token.
 
 Written for OPT and for the Llama shape (Llama, Mistral, Qwen2, Qwen3). The model itself stays as
-it is: ZeRO-3 shards are gathered a layer at a time while reading, LoRA is added out of place.
+it is: ZeRO-3 shards are gathered a layer at a time while reading, LoRA is added out of place. None
+of its modules is called, only their `forward`: DeepSpeed's hooks would take each call for a part of
+a training step, and ranks whose answers differ in length would disagree on it.
 """
 
 from __future__ import annotations
@@ -235,7 +237,7 @@ class _OptLayer(_Layer):
         self.qkv = packer.linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = packer.linear(attention.out_proj)
         self.up, self.down = packer.linear(layer.fc1), packer.linear(layer.fc2)
-        self.activation = layer.activation_fn
+        self.activation = layer.activation_fn.forward
         self.norm_first = layer.do_layer_norm_before
         self.attention_norm = _layer_norm(layer.self_attn_layer_norm, packer)
         self.norm = _layer_norm(layer.final_layer_norm, packer)
@@ -264,7 +266,7 @@ class _LlamaLayer(_Layer):
         self.out = packer.linear(attention.o_proj)
         self.gate_up = packer.linear(mlp.gate_proj, mlp.up_proj)
         self.down = packer.linear(mlp.down_proj)
-        self.activation = mlp.act_fn
+        self.activation = mlp.act_fn.forward
         self.attention_norm = _rms_norm(layer.input_layernorm, packer)
         self.norm = _rms_norm(layer.post_attention_layernorm, packer)
         self.head_norms: tuple[Projection, Projection] | None = None
