@@ -74,7 +74,11 @@ def child(options: str) -> int:
     return repl.main("org/echo", **json.loads(options))
 
 
-CHILD = f"import runpy, sys; sys.exit(runpy.run_path({__file__!r})['child'](sys.argv[1]))"
+# Ctrl-C as in a terminal, also where whoever runs the tests ignores it.
+CHILD = (
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    f"sys.exit(runpy.run_path({__file__!r})['child'](sys.argv[1]))"
+)
 
 
 def talk(lines: str, as_json: bool = False) -> tuple[int, str, str]:
