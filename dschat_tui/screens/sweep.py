@@ -170,7 +170,8 @@ class SweepScreen(Screen[None]):
         try:
             self.state = self.folder.read() or self.state
         except (OSError, SweepError) as error:
-            self.tell(str(error))
+            # the folder stands beside it, and may leave no room for the rest
+            self.tell(str(error).removeprefix(f"{self.folder.path}/"))
         self.draw()
 
     def draw(self) -> None:
