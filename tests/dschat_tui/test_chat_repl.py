@@ -328,7 +328,10 @@ def test_a_session_in_a_terminal(tmp_path) -> None:
     terminal.send("\x03")
     terminal.expect("kept")
     terminal.expect("you> ")
-    terminal.send("half a line\x03")
+    terminal.send("half a line")
+    terminal.expect("half a line")
+    time.sleep(0.5)  # Python heeds a signal at a prompt only once it waits there for a key
+    terminal.send("\x03")
     terminal.expect("Ctrl-D")
     terminal.expect("you> ")
     terminal.send("/history\r")
