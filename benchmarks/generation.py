@@ -250,7 +250,7 @@ def main() -> None:
         command += ["--num_accelerators", str(ranks), "--master_port", str(port)]
         command += [os.path.abspath(__file__), *sys.argv[1:]]
         # as `dschat run` sets them
-        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000", **os.environ}
         subprocess.run(command, env=environment, check=True)
 
 
