@@ -56,7 +56,6 @@ class Dashboard(App[None]):
         self.source = source
         self.sweep_folder = sweep
         self.runs_folder = runs or Path("output")
-        self.ascii_only = ascii_only
         self.speed = speed
         # what comes once the app is left
         self.leads_to = leads_to
@@ -82,7 +81,7 @@ class Dashboard(App[None]):
 
     def open_run(self, source: Source) -> None:
         """Show a run or a log."""
-        self.push_screen(RunScreen(source, self.ascii_only, self.speed))
+        self.push_screen(RunScreen(source, self.speed))
 
     def open_sweep(self, folder: Path) -> None:
         """Show a sweep, whose cells open as runs."""
@@ -98,7 +97,7 @@ class Dashboard(App[None]):
         models = relatives(run)
         models.pop("reward", None)
         if models:
-            self.push_screen(ChatScreen(models, self.ascii_only))
+            self.push_screen(ChatScreen(models))
         return bool(models)
 
     def on_key(self, event: events.Key) -> None:

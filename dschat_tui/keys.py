@@ -52,10 +52,20 @@ KEYS = (
     Key("form", "form.reset", "backspace,delete", "screen.reset", "as in the profile", "backspace"),
     Key("pages", "pages.close", "escape,q,question_mark", "close", "close", "esc", 1),
     Key("sweep", "sweep.back", "escape", "back", "back to the screen before", "esc"),
+    Key("charts", "charts.step1", "1", "show_step(0)", "step 1", "1"),
+    Key("charts", "charts.step2", "2", "show_step(1)", "step 2", "2"),
+    Key("charts", "charts.step3", "3", "show_step(2)", "step 3", "3"),
+    Key("charts", "charts.next", "tab", "panel(1)", "panel", "tab", 30),
+    Key("charts", "charts.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
+    Key("charts", "charts.maximise", "m", "maximise", "maximise", "m", 31),
+    Key("charts", "charts.left", "left", "cursor(-1)", "cursor to the left", "left"),
+    Key("charts", "charts.right", "right", "cursor(1)", "cursor", "right", 40),
+    Key("charts", "charts.far_left", "shift+left", "cursor(-10)", "ten columns", "shift+left"),
+    Key("charts", "charts.far_right", "shift+right", "cursor(10)", "ten columns", "shift+right"),
+    Key("charts", "charts.smooth", "o", "smooth", "smoothing", "o", 43),
+    Key("charts", "charts.log_scale", "g", "log_scale", "log scale", "g", 44),
+    Key("charts", "charts.markers", "b", "markers", "braille, blocks or ASCII", "b"),
     Key("run", "run.back", "escape", "back", "back to the charts, or to the runs", "esc"),
-    Key("run", "run.step1", "1", "show_step(0)", "step 1", "1"),
-    Key("run", "run.step2", "2", "show_step(1)", "step 2", "2"),
-    Key("run", "run.step3", "3", "show_step(2)", "step 3", "3"),
     Key("run", "run.latest", "0", "latest_step", "the step that runs", "0"),
     Key("run", "run.charts", "c", "tab('charts')", "charts alone", "c"),
     Key("run", "run.health", "h", "tab('health')", "health", "h"),
@@ -63,19 +73,9 @@ KEYS = (
     Key("run", "run.log", "l", "tab('log')", "log", "l"),
     Key("run", "run.events", "e", "tab('events')", "events", "e"),
     Key("run", "run.system", "s", "tab('system')", "system", "s"),
-    Key("run", "run.next", "tab", "panel(1)", "panel", "tab", 30),
-    Key("run", "run.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
-    Key("run", "run.maximise", "m", "maximise", "maximise", "m", 31),
-    Key("run", "run.left", "left", "cursor(-1)", "cursor to the left", "left"),
-    Key("run", "run.right", "right", "cursor(1)", "cursor", "right", 40),
-    Key("run", "run.far_left", "shift+left", "cursor(-10)", "ten columns", "shift+left"),
-    Key("run", "run.far_right", "shift+right", "cursor(10)", "ten columns", "shift+right"),
     Key("run", "run.jump", "j", "jump", "line in log", "j", 41),
     Key("run", "run.zoom_in", "plus,equals_sign", "zoom(0.5)", "zoom", "+", 42),
     Key("run", "run.zoom_out", "minus", "zoom(2.0)", "zoom out", "-"),
-    Key("run", "run.smooth", "o", "smooth", "smoothing", "o", 43),
-    Key("run", "run.log_scale", "g", "log_scale", "log scale", "g", 44),
-    Key("run", "run.markers", "b", "markers", "braille, blocks or ASCII", "b"),
     Key("run", "run.pause", "p", "pause", "pause", "p", 45),
     Key("run", "run.stop", "x", "stop", "stop", "x", 11),
     Key("run", "run.resume", "u", "resume", "go on with a run that stopped or waits", "u"),
@@ -100,21 +100,8 @@ KEYS = (
     Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),
     Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6),
     Key("compare", "compare.back", "escape", "back", "back", "esc", 1),
-    Key("compare", "compare.step1", "1", "show_step(0)", "step 1", "1"),
-    Key("compare", "compare.step2", "2", "show_step(1)", "step 2", "2"),
-    Key("compare", "compare.step3", "3", "show_step(2)", "step 3", "3"),
     Key("compare", "compare.step4", "4", "show_step(3)", "DPO beside RLHF", "4"),
-    Key("compare", "compare.next", "tab", "panel(1)", "panel", "tab", 3),
-    Key("compare", "compare.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
-    Key("compare", "compare.maximise", "m", "maximise", "maximise", "m", 4),
     Key("compare", "compare.differences", "d", "differences", "differences", "d", 2),
-    Key("compare", "compare.left", "left", "cursor(-1)", "cursor to the left", "left"),
-    Key("compare", "compare.right", "right", "cursor(1)", "cursor", "right", 5),
-    Key("compare", "compare.far_left", "shift+left", "cursor(-10)", "ten columns", "shift+left"),
-    Key("compare", "compare.far_right", "shift+right", "cursor(10)", "ten columns", "shift+right"),
-    Key("compare", "compare.smooth", "o", "smooth", "smoothing", "o", 6),
-    Key("compare", "compare.log_scale", "g", "log_scale", "log scale", "g", 7),
-    Key("compare", "compare.markers", "b", "markers", "braille, blocks or ASCII", "b"),
     Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
     Key("list", "list.down", "down", "line(1)", "down", "down"),
     Key("list", "list.page_up", "pageup", "page(-1)", "a page up", "pgup"),
@@ -127,12 +114,12 @@ KEYS = (
 )
 
 
-def bindings(scope: str) -> list[BindingType]:
-    """Textual's bindings of one scope."""
+def bindings(*scopes: str) -> list[BindingType]:
+    """Textual's bindings of some scopes."""
     return [
         Binding(key.keys, key.action, key.description, show=False, id=key.id, priority=False)
         for key in KEYS
-        if key.scope == scope
+        if key.scope in scopes
     ]
 
 

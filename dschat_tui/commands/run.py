@@ -11,6 +11,7 @@ import typer
 from dschat_tui.commands.shared import (
     AcceptOption,
     Assignments,
+    DataOption,
     DetachFlag,
     JsonFlag,
     ProfileOption,
@@ -34,10 +35,7 @@ def run(
     steps: Annotated[
         str | None, typer.Option(help="Steps to run, of 1,2,3. Default: all that are needed.")
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Data set in place of data.sources; can be given several times."),
-    ] = None,
+    data: DataOption = None,
     assignments: Assignments = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, show configuration and commands, and end.")

@@ -34,6 +34,10 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one option; see `dschat options`."),
 ]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Data set in place of data.sources; can be given several times."),
+]
 AcceptOption = Annotated[
     str | None,
     typer.Option(metavar="REASON", help="Go on past a gate that was not reached, and note why."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dschat_tui.commands.shared import EXIT_FAILED, Assignments, JsonFlag, refuse
+from dschat_tui.commands.shared import EXIT_FAILED, Assignments, DataOption, JsonFlag, refuse
 
 if TYPE_CHECKING:
     from dschat_tui.sweep.matrix import MatrixFile, Sweep
@@ -55,10 +55,7 @@ def sweep(
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Most steps of a cell, and of its preparation.")
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Data set in place of data.sources; can be given several times."),
-    ] = None,
+    data: DataOption = None,
     assignments: Assignments = None,
     parallel: Annotated[
         int, typer.Option(min=1, help="Cells at the same time; devices or cores are shared out.")

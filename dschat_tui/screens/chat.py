@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
-from textual.screen import Screen
 from textual.suggester import SuggestFromList
 from textual.widgets import Input
 
 from dschat_tui import keys
 from dschat_tui.chat.child import Child, chat_command
 from dschat_tui.chat.commands import COMMANDS
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.transcript import ANSWERING, ENDED, FAILED, LOADING, Transcript
 from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.lines import LineList
@@ -99,7 +99,7 @@ class Conversation(Container):
         return [*row, (f"{dot}{told}", "muted")] if told else row
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(DashboardScreen):
     """Conversations with one or two models of a run; what is asked goes to both, or to one."""
 
     CSS_PATH = "chat.tcss"
@@ -110,22 +110,18 @@ class ChatScreen(Screen[None]):
     def __init__(
         self,
         models: Mapping[str, str],
-        ascii_only: bool = False,
         command: Callable[[str], list[str]] = chat_command,
     ) -> None:
         """Take what there is to talk with.
 
         Args:
             models: folders by name, of `ORDER`.
-            ascii_only: draw with ASCII alone.
             command: what starts a conversation with a folder.
         """
         super().__init__()
         self.models = {name: models[name] for name in ORDER if name in models}
-        self.ascii_only = ascii_only
         self.command = command
         self.hearer = BOTH
-        self._told = ""
 
     def compose(self) -> ComposeResult:
         """The first model, and the line to ask."""
@@ -164,17 +160,14 @@ class ChatScreen(Screen[None]):
         names = [conversation.model for conversation in conversations]
         folder = clean(self.models[names[0]] if names else "", self.ascii_only)
         title: Row = [(f" talk with {' and '.join(names)}", "strong"), (f"  {folder}", "muted")]
-        if self._told:
-            title.append((f"  {self._told}", "warn"))
+        if self.told:
+            title.append((f"  {self.told}", "warn"))
         self.query_one("#chat-title", Line).show(title)
         heard = self.hearer if len(names) > 1 else names[0] if names else ""
         hearer, shown = self.query_one("#hearer", Line), f" to {heard}: "
         hearer.styles.width = len(shown)
         hearer.show([(shown, "strong")])
-        hints: Row = []
-        for display, description in keys.hints("chat"):
-            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#chat-keys", Line).show(hints)
+        self.query_one("#chat-keys", Line).show(self.key_hints("chat"))
         for conversation in conversations:
             conversation.draw()
 
@@ -184,7 +177,6 @@ class ChatScreen(Screen[None]):
         if not text:
             return
         message.input.clear()
-        self._told = ""
         for conversation in self.conversations:
             if self.hearer in (BOTH, conversation.model) or len(self.conversations) == 1:
                 conversation.ask(text)
@@ -199,7 +191,7 @@ class ChatScreen(Screen[None]):
         """Open the next of the run's models beside the first; after the last one, none."""
         others = list(self.models)[1:]
         if not others:
-            self._told = "the run has no other model to talk with yet"
+            self.tell("the run has no other model to talk with yet")
             return
         open_names = [conversation.model for conversation in self.conversations]
         after = others.index(open_names[1]) + 1 if len(open_names) > 1 else 0

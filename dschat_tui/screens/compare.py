@@ -9,7 +9,6 @@ from rich.cells import set_cell_size
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
-from textual.screen import Screen
 
 from dschat_tui import keys
 from dschat_tui.logs.feed import Feed, History, News, Problem
@@ -17,11 +16,10 @@ from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.quantities import QUANTITIES, title
 from dschat_tui.logs.series import Series
 from dschat_tui.logs.source import STEP_FOLDERS, find_source
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.charts import ChartKeys
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS
 from dschat_tui.screens.run import (
-    SMALL_HEIGHT,
-    SMALL_WIDTH,
     STEP_NUMBERS,
     STEP_TITLES,
     TICK_SECONDS,
@@ -31,7 +29,7 @@ from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.chart import BRAILLE, SIGNS, Named, View, moved
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import SERIES_STYLES, Row
-from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+from dschat_tui.widgets.text import clean
 
 LETTERS = "ABCDEF"
 EMPTY = Series()
@@ -78,12 +76,11 @@ class DifferenceRows:
         return [[(text[shift:], style) for text, style in row] for row in shown]
 
 
-class CompareScreen(ChartKeys, Screen[None]):
+class CompareScreen(ChartKeys, DashboardScreen):
     """The logs of some runs, followed at once; a chart holds one quantity of all of them."""
 
     CSS_PATH = "compare.tcss"
-    BINDINGS = keys.bindings("compare")
-    AUTO_FOCUS = None
+    BINDINGS = keys.bindings("compare", "charts")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]  # noqa: RUF012
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -100,12 +97,6 @@ class CompareScreen(ChartKeys, Screen[None]):
         self.panel_index = 0
         self.is_maximised = False
         self.view = View(banded=False)
-        self.ascii_only = False
-
-    @property
-    def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.ascii_only else UNICODE
 
     def compose(self) -> ComposeResult:
         """Whose curve is which, the steps, the charts, what differs, the keys."""
@@ -119,7 +110,6 @@ class CompareScreen(ChartKeys, Screen[None]):
 
     def on_mount(self) -> None:
         """Start to read once the first picture is on the screen."""
-        self.ascii_only = self.app.has_class("-ascii")
         self.view = moved(
             self.view,
             markers=SIGNS if self.ascii_only else BRAILLE,
@@ -139,9 +129,8 @@ class CompareScreen(ChartKeys, Screen[None]):
 
     def on_resize(self) -> None:
         """One panel at a time where it is small."""
-        small = self.size.width < SMALL_WIDTH or self.size.height < SMALL_HEIGHT
-        self.set_class(small or self.is_maximised, "-single")
-        self.call_after_refresh(self.draw)
+        self.set_class(self.is_small or self.is_maximised, "-single")
+        super().on_resize()
 
     @work(thread=True, exit_on_error=False, group="differences")
     def _read_differences(self) -> None:
@@ -215,10 +204,7 @@ class CompareScreen(ChartKeys, Screen[None]):
         if self.problem:
             legend.append((clean(self.problem, self.ascii_only), "bad"))
         self.query_one("#compare-title", Line).show(legend)
-        hints: Row = []
-        for display, description in keys.hints("compare", "app"):
-            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#compare-keys", Line).show(hints)
+        self.query_one("#compare-keys", Line).show(self.key_hints("app", "compare", "charts"))
         names = self.quantities
         self.panel_index = min(self.panel_index, max(len(names) - 1, 0))
         page = self.panel_index // PANEL_COUNT
@@ -266,7 +252,7 @@ class CompareScreen(ChartKeys, Screen[None]):
         elif self.view.cursor is not None:
             self.look(cursor=None)
         else:
-            self.app.pop_screen()
+            self.leave()
 
     def action_differences(self) -> None:
         """Show what differs in place of the charts, or the charts again."""

@@ -24,6 +24,7 @@ SCOPE_TITLES = {
     "app": "everywhere",
     "start": "new run",
     "form": "new run, on the options",
+    "charts": "steps and charts",
     "run": "a run",
     "runs": "the runs",
     "compare": "compared runs",

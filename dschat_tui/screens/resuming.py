@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual import work
-from textual.screen import Screen
 
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.dialogs import Entry, Question
 from dschat_tui.widgets.text import clean
 
@@ -80,12 +80,8 @@ def _where(resumption: Resumption) -> str:
     return f"{resumption.run.path.name} goes on with step {first.number} ({first.title}) {begin}."
 
 
-class ResumingScreen(Screen[None]):
+class ResumingScreen(DashboardScreen):
     """A screen on which a run can be told to go on."""
-
-    def tell(self, text: str) -> None:
-        """Show a text for some seconds."""
-        raise NotImplementedError
 
     def has_resumed(self, path: Path) -> None:
         """What the screen does when a run goes on."""

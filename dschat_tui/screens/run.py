@@ -38,7 +38,7 @@ from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.split import split_rows
 from dschat_tui.widgets.stepper import StepView, stepper_row
-from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+from dschat_tui.widgets.text import clean
 
 if TYPE_CHECKING:
     from textual.widgets import Input
@@ -48,12 +48,10 @@ STATE_SECONDS = 1.0
 HEALTH_SECONDS = 1.0
 SYSTEM_SECONDS = 2.0
 ORDER_SECONDS = 2.0
-TOLD_SECONDS = 5.0
 # a run whose run.json has not been touched for so long may have lost its supervisor
 LOST_SECONDS = 60.0
 # a log without an end that has not grown for so long is not called running
 QUIET_SECONDS = 120.0
-SMALL_WIDTH, SMALL_HEIGHT = 80, 20
 FEWEST_STEPS_SHOWN = 8
 # after so many, a log that has not told a quantity will not tell it
 STEPS_TO_JUDGE = 20
@@ -102,17 +100,13 @@ class RunScreen(ChartKeys, ResumingScreen):
     """One run, or one log: drains its feed four times a second and draws what is in sight."""
 
     CSS_PATH = "run.tcss"
-    BINDINGS = keys.bindings("run")
-    AUTO_FOCUS = None
+    BINDINGS = keys.bindings("run", "charts")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
 
-    def __init__(
-        self, source: Source, ascii_only: bool = False, speed: float | None = None
-    ) -> None:
+    def __init__(self, source: Source, speed: float | None = None) -> None:
         super().__init__()
         self.source = source
-        self.ascii_only = ascii_only
         self.speed = speed
         self.feed: Feed | Replay = (
             Feed(source.logs, source.rollouts) if speed is None else Replay(source.logs, speed)
@@ -124,7 +118,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.problem = ""
         self.chosen: str | None = None
         self.tab = "charts"
-        self.view = View(markers=MARKERS["ascii"] if ascii_only else BRAILLE)
+        self.view = View()
         self.panel_index = 0
         self.is_maximised = False
         self.is_paused = False
@@ -137,12 +131,6 @@ class RunScreen(ChartKeys, ResumingScreen):
         self._order_of: tuple[object, ...] = ()
         self._due: dict[str, float] = {}
         self._drawn_log: tuple[object, ...] = ()
-        self._told, self._told_until = "", 0.0
-
-    @property
-    def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.ascii_only else UNICODE
 
     def compose(self) -> ComposeResult:
         """All widgets; what is not in sight is hidden by classes."""
@@ -166,8 +154,11 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def on_mount(self) -> None:
         """Start to read once the first picture is on the screen."""
-        if self.app.no_color or self.glyphs is ASCII:
-            self.view = moved(self.view, patterned=True)
+        self.view = moved(
+            self.view,
+            markers=MARKERS["ascii"] if self.ascii_only else BRAILLE,
+            patterned=self.app.no_color or self.ascii_only,
+        )
         self._mark_panel()
         self.set_interval(TICK_SECONDS, self.tick)
         self.call_after_refresh(self.feed.start)
@@ -178,11 +169,8 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def on_resize(self) -> None:
         """One panel at a time where it is small."""
-        self.set_class(self._is_small() or self.is_maximised, "-single")
-        self.call_after_refresh(self.draw)
-
-    def _is_small(self) -> bool:
-        return self.size.width < SMALL_WIDTH or self.size.height < SMALL_HEIGHT
+        self.set_class(self.is_small or self.is_maximised, "-single")
+        super().on_resize()
 
     # what comes in
 
@@ -222,11 +210,6 @@ class RunScreen(ChartKeys, ResumingScreen):
             return False
         self._due[what] = now + seconds
         return True
-
-    def tell(self, text: str) -> None:
-        """Show a text in the header for some seconds."""
-        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
-        self.draw()
 
     # which log is looked at
 
@@ -347,10 +330,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.set_class(bool(notice), "-failed")
         if notice:
             self.query_one("#cause", Line).show(*notice)
-        hints: Row = []
-        for display, description in keys.hints("app", "run"):
-            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#keys", Line).show(hints)
+        self.query_one("#keys", Line).show(self.key_hints("app", "run", "charts"))
 
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
@@ -378,8 +358,8 @@ class RunScreen(ChartKeys, ResumingScreen):
             row.append((f"{dot}paused", "warn"))
         if self.problem:
             row.append((dot + clean(self.problem, self.ascii_only), "bad"))
-        if time.monotonic() < self._told_until:
-            row.append((dot + clean(self._told, self.ascii_only), "warn"))
+        if self.told:
+            row.append((dot + self.told, "warn"))
         if not self.models:
             row.append((f"{dot}reading", "muted"))
         elif not model.status.lines:
@@ -549,8 +529,8 @@ class RunScreen(ChartKeys, ResumingScreen):
             self.action_maximise()
         elif self.tab != "charts":
             self.action_tab("charts")
-        elif len(self.app.screen_stack) > 2:
-            self.app.pop_screen()
+        else:
+            self.leave()
 
     def action_show_step(self, index: int) -> None:
         """Look at one of the steps."""

@@ -20,13 +20,12 @@ from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import SERIES_STYLES, Row
 from dschat_tui.widgets.stepper import STATE_STYLES, state_sign
-from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+from dschat_tui.widgets.text import ASCII, Glyphs, clean
 
 if TYPE_CHECKING:
     from dschat_tui.runs.history import PastRun
 
 REFRESH_SECONDS = 2.0
-TOLD_SECONDS = 6.0
 NAME_CELLS, STANDING_CELLS, STEPS_CELLS, WHEN_CELLS = 20, 10, 4, 12
 WIDTH_FOR_WHEN = 80
 FEWEST_COMPARED, MOST_COMPARED = 2, SERIES_STYLES
@@ -95,12 +94,6 @@ class RunsScreen(ResumingScreen):
         self.runs: list[PastRun] = []
         self.marked: set[Path] = set()
         self._is_reading = False
-        self._told, self._told_until = "", 0.0
-
-    @property
-    def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.app.has_class("-ascii") else UNICODE
 
     @property
     def chosen(self) -> PastRun | None:
@@ -126,10 +119,6 @@ class RunsScreen(ResumingScreen):
     def on_screen_resume(self) -> None:
         """Read the folder when this screen comes back."""
         self.call_after_refresh(self.read)
-
-    def on_resize(self) -> None:
-        """Draw for the new width."""
-        self.call_after_refresh(self.draw)
 
     def read(self) -> None:
         """Look at the runs that there are now."""
@@ -164,15 +153,15 @@ class RunsScreen(ResumingScreen):
 
     def draw(self) -> None:
         """Draw what has changed."""
-        if not self.is_mounted or not self.size.width:
+        if not self.can_draw:
             return
-        is_ascii = self.glyphs is ASCII
+        is_ascii = self.ascii_only
         folder, room = clean(str(self.folder), is_ascii), self.size.width // 3
         if len(folder) > room:
             folder = self.glyphs.cut + folder[-room:]
         title: Row = [(f" runs in {folder}", "strong")]
-        if time.monotonic() < self._told_until:
-            title.append((f"  {clean(self._told, is_ascii)}", "warn"))
+        if self.told:
+            title.append((f"  {self.told}", "warn"))
         if self.marked:
             title.append((f"  {len(self.marked)} marked", "text"))
         self.query_one("#runs-title", Line).show(title)
@@ -182,21 +171,13 @@ class RunsScreen(ResumingScreen):
         none = f"no runs in {self.folder.absolute()}; `dschat run` makes one"
         listed.show(rows if self.runs else Nothing(clean(none, is_ascii)))
         self._draw_details()
-        hints: Row = []
-        for display, description in keys.hints("runs", "app"):
-            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#runs-keys", Line).show(hints)
+        self.query_one("#runs-keys", Line).show(self.key_hints("runs", "app"))
 
     def _draw_details(self) -> None:
-        is_ascii, run = self.glyphs is ASCII, self.chosen
+        is_ascii, run = self.ascii_only, self.chosen
         lines = run.details if run else ()
         shown: list[Row] = [[(clean(line, is_ascii), "text")] for line in lines]
         self.query_one("#runs-details", Line).show(*shown)
-
-    def tell(self, text: str) -> None:
-        """Show a text in the title for some seconds."""
-        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
-        self.draw()
 
     def on_line_list_moved(self, message: LineList.Moved) -> None:
         """Show the run under the cursor in detail."""
@@ -214,8 +195,7 @@ class RunsScreen(ResumingScreen):
 
     def action_back(self) -> None:
         """Back to the screen before."""
-        if len(self.app.screen_stack) > 2:
-            self.app.pop_screen()
+        self.leave()
 
     def action_mark(self) -> None:
         """Mark the run to be compared, or take the mark away; then the next row."""
@@ -255,7 +235,7 @@ class RunsScreen(ResumingScreen):
         if not run.goes_on:
             self.tell(f"nothing to stop: {run.path.name} does not go on")
             return
-        lines = [f"Stop {clean(run.path.name, self.glyphs is ASCII)}?"]
+        lines = [f"Stop {clean(run.path.name, self.ascii_only)}?"]
         lines.append("It saves a checkpoint first; x again ends it without.")
         if run.is_stopping:
             lines[1] = "It is stopping already. This ends it without a checkpoint."
@@ -302,7 +282,7 @@ class RunsScreen(ResumingScreen):
             return
         question = Question(
             [
-                f"Delete {clean(str(run.path), self.glyphs is ASCII)}",
+                f"Delete {clean(str(run.path), self.ascii_only)}",
                 "with its models and checkpoints?",
             ],
             [("n", "keep it", ""), ("y", "delete it", "delete")],

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
-from textual.screen import Screen
 from textual.worker import Worker, WorkerState, get_current_worker
 
 from dschat_tui import keys
 from dschat_tui.logs.source import find_source
 from dschat_tui.screens import start_work
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.dialogs import Question
 from dschat_tui.screens.help import PAGES_WIDTH, Pages
 from dschat_tui.screens.plan import plan_rows, wrapped
@@ -32,7 +32,7 @@ from dschat_tui.screens.start_work import Planned, Started
 from dschat_tui.widgets.bars import Line, TabBar
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
-from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
+from dschat_tui.widgets.text import clean
 
 if TYPE_CHECKING:
     from textual.widgets import Input
@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from dschat_tui.profiles import Profile
     from engine.config import Option, RunConfig
 
-TOLD_SECONDS = 5.0
 # a key held down changes options faster than anybody reads plans
 SETTLE_SECONDS = 0.05
-SMALL_WIDTH, SMALL_HEIGHT = 80, 20
 PANELS = ("profiles", "options", "plan", "command")
 # the names of the groups, as dschat_tui.form has them: it takes a moment to load
 GROUP_TABS = ("memory", "speed", "LoRA", "stability", "data", "logging", "all")
@@ -57,12 +55,11 @@ class OptionList(LineList):
     BINDINGS = keys.bindings("form")
 
 
-class StartScreen(Screen[None]):
+class StartScreen(DashboardScreen):
     """The guided run: each change is checked, planned and shown as the command it comes to."""
 
     CSS_PATH = "start.tcss"
     BINDINGS = keys.bindings("start")
-    AUTO_FOCUS = None
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (44, "-high")]  # noqa: RUF012
 
     def __init__(self, runs: Path) -> None:
@@ -83,12 +80,6 @@ class StartScreen(Screen[None]):
         self._changes: dict[str, str] = {}
         self._asked: Callable[[str], str | None] | None = None
         self._follow: Callable[[str], None] | None = None
-        self._told, self._told_until = "", 0.0
-
-    @property
-    def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.app.has_class("-ascii") else UNICODE
 
     def compose(self) -> ComposeResult:
         """The four panels; where it is small, one of them at a time."""
@@ -115,19 +106,12 @@ class StartScreen(Screen[None]):
 
     def on_resize(self) -> None:
         """One panel at a time where it is small."""
-        is_small = self.size.width < SMALL_WIDTH or self.size.height < SMALL_HEIGHT
-        self.set_class(is_small, "-single")
-        self.call_after_refresh(self.draw)
+        self.set_class(self.is_small, "-single")
+        super().on_resize()
 
     def on_screen_resume(self) -> None:
         """Look again which folder is free."""
         self.call_after_refresh(self._plan)
-
-    def tell(self, text: str) -> None:
-        """Show a text in the header for some seconds."""
-        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
-        self._draw_header()
-        self.set_timer(TOLD_SECONDS + 0.1, self._draw_header)
 
     # beside the screen: profiles, plans, the start
 
@@ -249,7 +233,7 @@ class StartScreen(Screen[None]):
 
     def _show_pages(self, title: str, lines: list[str]) -> None:
         width = min(self.size.width, PAGES_WIDTH) - 4
-        is_ascii = self.glyphs is ASCII
+        is_ascii = self.ascii_only
         rows = [row for line in lines for row in wrapped(clean(line, is_ascii), width, "text")]
         self.app.push_screen(Pages(title, Lines(rows)))
 
@@ -339,7 +323,7 @@ class StartScreen(Screen[None]):
 
     def draw(self) -> None:
         """Draw all panels."""
-        if not self.is_mounted or not self.size.width:
+        if not self.can_draw:
             return
         self._draw_header()
         self.query_one("#start-panels", TabBar).show(self.panel, {})
@@ -347,17 +331,14 @@ class StartScreen(Screen[None]):
         self._draw_options()
         self._draw_plan()
         self._draw_command()
-        shown: Row = []
-        for display, description in keys.hints("app", "start"):
-            shown += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#start-keys", Line).show(shown)
+        self.query_one("#start-keys", Line).show(self.key_hints("app", "start"))
 
     def _draw_header(self) -> None:
         if not self.is_mounted:
             return
         header = self.query_one("#start-header", Line)
-        if time.monotonic() < self._told_until:
-            told = wrapped(f" {clean(self._told, self.glyphs is ASCII)}", self.size.width, "warn")
+        if self.told:
+            told = wrapped(f" {self.told}", self.size.width, "warn")
             header.styles.height = len(told)
             header.show(*told)
             self.call_after_refresh(header.show, *told)
@@ -369,7 +350,7 @@ class StartScreen(Screen[None]):
             row.append((f"{dot}checking, then starting", "warn"))
         elif self.form is not None:
             changed = len(self.form.assignments)
-            row.append((f" of {clean(self.form.profile, self.glyphs is ASCII)}", "text"))
+            row.append((f" of {clean(self.form.profile, self.ascii_only)}", "text"))
             row.append((f" {self.glyphs.arrow} {clean(str(self.output()))}", "text"))
             if self.form.violations:
                 row.append((f"{dot}{self.glyphs.check} breaks a rule", "bad"))
@@ -428,7 +409,7 @@ class StartScreen(Screen[None]):
         rows: list[Row] = []
         if self.form is not None:
             for violation in self.form.violations:
-                told = f"{self.glyphs.check} {clean(str(violation), self.glyphs is ASCII)}"
+                told = f"{self.glyphs.check} {clean(str(violation), self.ascii_only)}"
                 rows += wrapped(told, width, "bad")
         if planned is None:
             # the plan before stays in sight until there is the next
@@ -436,7 +417,7 @@ class StartScreen(Screen[None]):
                 listed.show(Nothing("planning"))
             return
         if planned.report is None:
-            rows += wrapped(clean(planned.problem, self.glyphs is ASCII), width, "warn")
+            rows += wrapped(clean(planned.problem, self.ascii_only), width, "warn")
         else:
             rows += plan_rows(planned.report, planned.is_searched, width, self.glyphs)
         listed.show(Lines(rows))
@@ -446,7 +427,7 @@ class StartScreen(Screen[None]):
         width = max(listed.size.width, self.size.width)
         rows = wrapped(self.command_text(), width, "strong")
         for command in self.commands:
-            rows += wrapped(clean(shlex.join(command), self.glyphs is ASCII), width, "muted")
+            rows += wrapped(clean(shlex.join(command), self.ascii_only), width, "muted")
         listed.show(Lines(rows))
 
     def command_text(self) -> str:
@@ -649,8 +630,8 @@ class StartScreen(Screen[None]):
             self.set_focus(self._list(self.panel))
         elif self.filter:
             self._narrow("")
-        elif len(self.app.screen_stack) > 2:
-            self.app.pop_screen()
+        else:
+            self.leave()
 
     # the line that is typed into
 

@@ -10,20 +10,19 @@ from typing import Any
 
 from rich.cells import set_cell_size
 from textual.app import ComposeResult
-from textual.screen import Screen
 
 from dschat_tui import keys
 from dschat_tui.logs.source import SourceError, find_source
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.sweep.report import bar_text, fastest, shown, smallest
 from dschat_tui.sweep.results import QUANTITIES
 from dschat_tui.sweep.state import SweepError, SweepFolder, counted, is_going_on
 from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import Row
-from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean, duration
+from dschat_tui.widgets.text import ASCII, Glyphs, clean, duration
 
 REFRESH_SECONDS = 1.0
-TOLD_SECONDS = 6.0
 STATE_CELLS, TIME_CELLS, NUMBER_CELLS = 9, 8, 11
 LEAST_NAME_CELLS = 24
 LEAST_BAR_CELLS, MOST_BAR_CELLS = 10, 40
@@ -116,23 +115,16 @@ class CellRows:
         return signs.get(state, glyphs.failed)
 
 
-class SweepScreen(Screen[None]):
+class SweepScreen(DashboardScreen):
     """One sweep, read from its sweep.json once a second."""
 
     CSS_PATH = "sweep.tcss"
     BINDINGS = keys.bindings("sweep")
-    AUTO_FOCUS = None
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.folder = SweepFolder(path)
         self.state: dict[str, Any] | None = None
-        self._told, self._told_until = "", 0.0
-
-    @property
-    def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.app.has_class("-ascii") else UNICODE
 
     @property
     def chosen(self) -> Mapping[str, Any] | None:
@@ -159,10 +151,6 @@ class SweepScreen(Screen[None]):
         """Read the sweep when this screen comes back."""
         self.call_after_refresh(self.read)
 
-    def on_resize(self) -> None:
-        """Draw for the new width."""
-        self.call_after_refresh(self.draw)
-
     def read(self) -> None:
         """Look at the sweep as it is now."""
         if not self.is_current:
@@ -176,17 +164,14 @@ class SweepScreen(Screen[None]):
 
     def draw(self) -> None:
         """Draw what has changed."""
-        if not self.is_mounted or not self.size.width:
+        if not self.can_draw:
             return
-        is_ascii = self.glyphs is ASCII
-        hints: Row = [(" enter", "strong"), (" open the cell ", "muted")]
-        for display, description in keys.hints("sweep", "app"):
-            hints += [(f" {display}", "strong"), (f" {description} ", "muted")]
-        self.query_one("#sweep-keys", Line).show(hints)
+        enter: Row = [(" enter", "strong"), (" open the cell ", "muted")]
+        self.query_one("#sweep-keys", Line).show(enter + self.key_hints("sweep", "app"))
         title: Row = [(" sweep", "strong")]
-        place: Row = [(f"  {clean(str(self.folder.path), is_ascii)}", "muted")]
-        if time.monotonic() < self._told_until:
-            place.insert(0, (f"  {clean(self._told, is_ascii)}", "warn"))
+        place: Row = [(f"  {clean(str(self.folder.path), self.ascii_only)}", "muted")]
+        if self.told:
+            place.insert(0, (f"  {self.told}", "warn"))
         listed = self.query_one("#cells", LineList)
         if self.state is None:
             self.query_one("#sweep-title", Line).show(title + place)
@@ -203,7 +188,7 @@ class SweepScreen(Screen[None]):
         self._draw_details()
 
     def _draw_details(self) -> None:
-        cell, is_ascii = self.chosen, self.glyphs is ASCII
+        cell = self.chosen
         if cell is None or self.state is None:
             return
         lines = [f"{cell['name']}: {cell['state']}"]
@@ -226,14 +211,9 @@ class SweepScreen(Screen[None]):
         shown_rows: list[Row] = [
             [(f" {part}", "text")]
             for line in lines
-            for part in wrap(clean(line, is_ascii), self.size.width - 2)[:MOST_DETAIL_ROWS]
+            for part in wrap(clean(line, self.ascii_only), self.size.width - 2)[:MOST_DETAIL_ROWS]
         ]
         self.query_one("#sweep-details", Line).show(*shown_rows)
-
-    def tell(self, text: str) -> None:
-        """Show a text in the title for some seconds."""
-        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
-        self.draw()
 
     def on_line_list_moved(self, message: LineList.Moved) -> None:
         """Show the cell under the cursor in detail."""
@@ -253,5 +233,4 @@ class SweepScreen(Screen[None]):
 
     def action_back(self) -> None:
         """Back to the screen before."""
-        if len(self.app.screen_stack) > 2:
-            self.app.pop_screen()
+        self.leave()

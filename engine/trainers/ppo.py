@@ -187,7 +187,7 @@ class PPOTrainer:
         # 3. Inner epochs of updates, each over the answers in a fresh order.
         train_started = time.perf_counter()
         stats = UpdateStats()
-        for minibatch in self.minibatches(len(experience)):
+        for minibatch in self.minibatches(experience):
             self.update(experience, minibatch, stats)
         train_s = time.perf_counter() - train_started
 
@@ -216,7 +216,23 @@ class PPOTrainer:
         Returns:
             the experience of all batches together, and what generation took.
         """
-        # 1. The answers, with the actor laid out for generation where the hybrid engine is on.
+        generations, cost = self.answer(batches)
+        # what the four models say of them
+        with self.engine.evaluation():
+            parts = [
+                self._experience(prompts, mask, generation)
+                for (prompts, mask), generation in zip(batches, generations, strict=True)
+            ]
+        return Experience.concatenate(parts, self.tokenizer.pad_token_id), cost
+
+    def answer(
+        self, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[list[Generation], GenerationCost]:
+        """Answer prompts, with the actor laid out for generation where the hybrid engine is on.
+
+        Args:
+            batches: prompts, left padded, `(batch, prompt)`, each with its attention mask.
+        """
         started = time.perf_counter()
         with self.hybrid.rollout():
             generations = [
@@ -230,15 +246,7 @@ class PPOTrainer:
             generation_flops(self.engine.actor_shape, *prompts.shape, width)
             for (prompts, _), width in zip(batches, widths, strict=True)
         )
-
-        # 2. What the four models say of them.
-        with self.engine.evaluation():
-            parts = [
-                self._experience(prompts, mask, generation)
-                for (prompts, mask), generation in zip(batches, generations, strict=True)
-            ]
-        experience = Experience.concatenate(parts, self.tokenizer.pad_token_id)
-        return experience, GenerationCost(seconds, flops, sum(widths))
+        return generations, GenerationCost(seconds, flops, sum(widths))
 
     @torch.no_grad()
     def _experience(
@@ -246,9 +254,7 @@ class PPOTrainer:
     ) -> Experience:
         engine, temperature = self.engine, self.options.temperature
         answers, width = generation.answers, generation.answers.shape[1]
-        mask = length_mask(generation.lengths, width)
-        ids = torch.cat((prompts, answers), dim=1)
-        full_mask = torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1)
+        ids, full_mask, mask = _with_answers(prompts, attention_mask, generation)
         logits = engine.answer_logits(engine.actor, ids, full_mask, width)
         return Experience(
             ids=ids,
@@ -273,8 +279,13 @@ class PPOTrainer:
     def measure_scores(self) -> tuple[float, float]:
         """Mean and deviation of the scores of the unchanged actor's answers, over all ranks."""
         self.context.report.phase("measuring scores of the SFT model")
-        batches = self.batches.epoch(0)[:_NORMALIZATION_BATCHES]
-        scores = [self.generate_experience(self.prompt_batches(rows))[0].scores for rows in batches]
+        scores = []
+        for rows in self.batches.epoch(0)[:_NORMALIZATION_BATCHES]:
+            batches = self.prompt_batches(rows)
+            generations, _ = self.answer(batches)
+            for batch, generation in zip(batches, generations, strict=True):
+                ids, attention_mask, _ = _with_answers(*batch, generation)
+                scores.append(self.engine.scores(ids, attention_mask))
         flat = torch.cat(scores)
         mean, variance = masked_moments(flat, torch.ones_like(flat, dtype=torch.bool))
         std = max(math.sqrt(variance), 1e-6)
@@ -309,14 +320,19 @@ class PPOTrainer:
             advantages = whiten(advantages, experience.mask)
         return replace(experience, advantages=advantages, returns=returns)
 
-    def minibatches(self, rows: int) -> Iterator[list[list[int]]]:
-        """Micro batches of rows of each optimizer step, over all inner epochs."""
+    def minibatches(self, experience: Experience) -> Iterator[list[list[int]]]:
+        """Micro batches of rows of each optimizer step, over all inner epochs.
+
+        Rows of about the same length share a micro batch, which is cut to its longest: less
+        padding is computed, and the sum over the minibatch is the same.
+        """
         size = self.options.batch_size // world_size()
         micro = self.engine.plan.micro_batch_size
+        lengths = experience.attention_mask.sum(dim=1).tolist()
         for _ in range(self.options.inner_epochs):
-            order = torch.randperm(rows, generator=self.shuffler).tolist()
-            for start in range(0, rows, size):
-                minibatch = order[start : start + size]
+            order = torch.randperm(len(experience), generator=self.shuffler).tolist()
+            for start in range(0, len(experience), size):
+                minibatch = sorted(order[start : start + size], key=lambda row: -lengths[row])
                 yield [minibatch[at : at + micro] for at in range(0, size, micro)]
 
     def update(
@@ -612,3 +628,16 @@ class PPOTrainer:
             if getattr(self.context.config, name).lora.export:
                 save_adapters(module, base, folder / f"{name}_adapters")
         report.line(training_log.step_finished(str(folder / "actor")))
+
+
+def _with_answers(
+    prompts: Tensor, attention_mask: Tensor, generation: Generation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts and their answers in one: ids and attention mask `(batch, prompt + answer)`.
+
+    The third is true on the answer's tokens up to its first EOS, `(batch, answer)`.
+    """
+    answers = generation.answers
+    mask = length_mask(generation.lengths, answers.shape[1])
+    ids = torch.cat((prompts, answers), dim=1)
+    return ids, torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1), mask

@@ -143,7 +143,7 @@ def drive(
         app.set_class(ascii_only, "-ascii")
         async with app.run_test(size=size) as pilot:
             folders = {name: name for name in models}
-            screen = ChatScreen(folders, ascii_only, fakes.command)
+            screen = ChatScreen(folders, fakes.command)
             app.push_screen(screen)
             await until(pilot, lambda: screen.is_mounted and bool(screen.conversations))
             await script(pilot, screen)

@@ -40,7 +40,7 @@ def update(trainer: PPOTrainer) -> UpdateStats:
     batches = trainer.prompt_batches(trainer.batches.epoch(0)[0])
     experience = trainer.add_targets(trainer.generate_experience(batches)[0])
     stats = UpdateStats()
-    trainer.update(experience, next(trainer.minibatches(len(experience))), stats)
+    trainer.update(experience, next(trainer.minibatches(experience)), stats)
     return stats
 
 

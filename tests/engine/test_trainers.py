@@ -69,7 +69,7 @@ def test_first_minibatch_starts_from_the_policy_that_answered(run):
         experience.log_probs * experience.mask, experience.ref_log_probs * experience.mask
     )
     assert experience.kl.abs().max() < 1e-4
-    minibatch = next(trainer.minibatches(len(experience)))
+    minibatch = next(trainer.minibatches(experience))
     stats = UpdateStats()
     trainer.train_rlhf(experience.rows(minibatch[0]), tokens=100.0, stats=stats)
     tokens = stats.sums["tokens"]
@@ -214,7 +214,7 @@ def test_average_moves_on_real_steps_alone_and_gives_the_weights_back(run):
     average, engine = trainer.engine.actor_ema, trainer.engine.actor
     start = weights(engine)
     experience = first_experience(trainer)
-    minibatch = next(trainer.minibatches(len(experience)))
+    minibatch = next(trainer.minibatches(experience))
     trainer.update(experience, minibatch, UpdateStats())
     moved = weights(engine)
 
