@@ -258,7 +258,7 @@ def test_a_model_that_fails_says_why_and_the_other_goes_on(fakes: Fakes) -> None
     async def follow() -> None:
         app = App()
         async with app.run_test(size=(160, 30)) as pilot:
-            screen = ChatScreen(models, False, fakes.command)
+            screen = ChatScreen(models, fakes.command)
             app.push_screen(screen)
             await until(pilot, lambda: screen.is_mounted)
             await script(pilot, screen)
@@ -282,7 +282,7 @@ def test_leaving_the_dashboard_ends_also_what_does_not_listen(fakes: Fakes) -> N
     async def follow() -> None:
         app = App()
         async with app.run_test(size=(100, 30)) as pilot:
-            app.push_screen(ChatScreen({"sft": "hanging"}, False, fakes.command))
+            app.push_screen(ChatScreen({"sft": "hanging"}, fakes.command))
             await until(pilot, lambda: isinstance(app.screen, ChatScreen))
             await script(pilot, app.screen)
 
