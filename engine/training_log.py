@@ -865,8 +865,10 @@ class LogReader:
             if len(names) != len(texts) or not all(map(str.isidentifier, names)):
                 return None
             self._metric_names = names
-        for name, text in zip(names, texts, strict=True):
-            record[name] = int(text) if text.isdigit() else None if text == "NA" else float(text)
+        values = [
+            int(text) if text.isdigit() else None if text == "NA" else float(text) for text in texts
+        ]
+        record.update(zip(names, values))  # noqa: B905 (speed)
         return self._give(record)
 
     def _read_phase(self, line: str) -> _Records | None:

@@ -35,7 +35,7 @@ class LogModel:
         for name, points in update.points.items():
             if name not in self.series:
                 self.series[name] = Series()
-            self.series[name].extend(points)
+            self.series[name].extend(*points)
         self.events.extend(update.events)
         self.marks.extend(update.marks)
         self.status = update.status

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from dschat_tui.logs.follow import Batch
+from dschat_tui.logs.points import Gatherer, NotFinite
 from dschat_tui.logs.quantities import title
-from dschat_tui.logs.records import LINES_PER_MARK, Event, Point, Status, Update
+from dschat_tui.logs.records import LINES_PER_MARK, Event, Status, Update
 from engine import training_log
 
 _TRAINING_BEGINS = training_log.running_training().removesuffix(" *****")
 _OWN_KINDS = ("note", "phase", "metrics")
 _SPEEDS = ("latency_s", "tflops", "samples_per_s")
+_THROUGHPUT_NAMES = ("tokens_per_s", *_SPEEDS)
 _PPO_NAMES = (
-    "reward", "reward_ema", "actor_loss", "critic_loss", "unsupervised_loss", "e2e_s",
+    "reward", "reward_ema", "actor_loss", "critic_loss", "unsupervised_loss", "e2e_s", "other_s",
     "generate_s", "train_s", "tflops", "generate_tflops", "train_tflops", "samples_per_s",
 )  # fmt: skip
-_TIMES = ("e2e_s", "generate_s", "train_s", "samples_per_s")
-_GREATEST = sys.float_info.max
+_TIMES = ("e2e_s", "other_s", "generate_s", "train_s", "samples_per_s")
 _NO_QUANTITIES = ("kind", "step", "offset", "total_steps")
 
 
@@ -37,7 +36,7 @@ class LogParser:
 
     def _begin(self) -> None:
         self._reader = training_log.LogReader()
-        self._points: defaultdict[str, list[Point]] = defaultdict(list)
+        self._gatherer = Gatherer()
         self._cut_from: float | None = None
         self._events: list[Event] = []
         self._is_own = False
@@ -52,7 +51,11 @@ class LogParser:
         self._total = 0
         self._model: str | None = None
         self._counters: dict[str, int] = {}
-        self._nonfinite: set[str] = set()
+        self._not_finite: set[str] = set()
+        # of the records of a step: which they have, and what of them is a quantity
+        self._keys: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = lambda record: ()
         self._lines = 0
         self._size = 0
 
@@ -89,7 +92,9 @@ class LogParser:
 
     def _update(self, marks: Sequence[int], restarted: bool) -> Update:
         self._count_events()
-        points, self._points = self._points, defaultdict(list)
+        points, not_finite = self._gatherer.take()
+        for found in not_finite:
+            self._tell_not_finite(found)
         events, self._events = self._events, []
         cut_from, self._cut_from = self._cut_from, None
         return Update(points, events, marks, self._status(), restarted, cut_from)
@@ -151,22 +156,24 @@ class LogParser:
         if step < self._step and not self._relaunched:
             return
         self._advance(step)
-        for before in held:
-            # what both lines tell, the metrics tell with more digits
-            names = _PPO_NAMES if before["kind"] == "ppo" else _SPEEDS
-            self._add_all(before, [name for name in names if name not in record], step)
-            if "e2e_s" not in record:
-                self._add_other(before, step)
         self._total = record.get("total_steps") or self._total
-        self._add_all(record, [name for name in record if name not in _NO_QUANTITIES], step)
-        self._add_other(record, step)
+        # what several lines tell, the metrics tell with more digits
+        told = {name: value for before in held for name, value in before.items()} | record
+        _add_other(told)
+        keys = tuple(told)
+        if keys != self._keys:  # mostly those of the step before
+            self._keys = keys
+            held_names = _PPO_NAMES if "ppo_epoch" in told else _SPEEDS
+            wanted = {*held_names, "other_s", *record}.difference(_NO_QUANTITIES)
+            self._names = tuple(name for name in keys if name in wanted)
+            self._values = _getter(self._names)
+        self._gatherer.add(self._names, self._values(told), step, record.get("offset", 0))
         self._phase, self._percent = "training", None
 
     def _advance(self, step: int) -> None:
         if self._relaunched and step <= self._step:
             self._cut_from = step if self._cut_from is None else min(step, self._cut_from)
-            for name, points in self._points.items():
-                self._points[name] = [point for point in points if point[1] < step]
+            self._gatherer.forget_from(step)
         self._relaunched = False
         self._step = step
 
@@ -194,10 +201,9 @@ class LogParser:
         self._step = max(self._step, int(step))
         self._phase = "training"
         latency = record["latency_s"]
-        if latency:
-            tokens = record["batch_size"] * record["sequence_length"] / latency
-            self._add("tokens_per_s", tokens, step, record)
-        self._add_all(record, _SPEEDS, step)
+        tokens = record["batch_size"] * record["sequence_length"] / latency if latency else None
+        values = tokens, *map(record.get, _SPEEDS)
+        self._gatherer.add(_THROUGHPUT_NAMES, values, step, record.get("offset", 0))
 
     def _read_ppo(self, record: dict[str, Any], step: float) -> None:
         self._phase = "training"
@@ -205,15 +211,8 @@ class LogParser:
             # the hybrid engine told the times of the step before only after it was given
             untimed, its_step = self._untimed
             self._add_all(untimed, _TIMES, its_step)
-            self._add_other(untimed, its_step)
         self._untimed = (record, step) if record["e2e_s"] is None else None
         self._add_all(record, _PPO_NAMES, step)
-        self._add_other(record, step)
-
-    def _add_other(self, record: dict[str, Any], step: float) -> None:
-        whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
-        if whole is not None and generate is not None and train is not None:
-            self._add("other_s", max(whole - generate - train, 0.0), step, record)
 
     def _read_loss(self, record: dict[str, Any]) -> None:
         if record["step"] is None:
@@ -269,21 +268,29 @@ class LogParser:
             self._events.append(Event("evaluation", f"{when}: {text}", record.get("offset", 0)))
 
     def _add(self, name: str, value: float | None, step: float, record: dict[str, Any]) -> None:
-        self._add_all({name: value, "offset": record.get("offset", 0)}, (name,), step)
+        self._gatherer.add((name,), (value,), step, record.get("offset", 0))
 
-    def _add_all(self, record: dict[str, Any], names: Iterable[str], step: float) -> None:
-        offset, points = record.get("offset", 0), self._points
-        for name in names:
-            value = record.get(name)
-            if value is None:
-                continue
-            if not -_GREATEST <= value <= _GREATEST:
-                value = value if isinstance(value, float) else math.inf
-                self._tell_nonfinite(name, value, step, offset)
-            points[name].append((value, step, offset))
+    def _add_all(self, record: dict[str, Any], names: tuple[str, ...], step: float) -> None:
+        _add_other(record)
+        values = tuple(map(record.get, names))
+        self._gatherer.add(names, values, step, record.get("offset", 0))
 
-    def _tell_nonfinite(self, name: str, value: float, step: float, offset: int) -> None:
-        if name not in self._nonfinite:
-            self._nonfinite.add(name)
-            text = f"{title(name)} is {value} at step {step:g}"
-            self._events.append(Event("not_finite", text, offset))
+    def _tell_not_finite(self, found: NotFinite) -> None:
+        if found.name not in self._not_finite:
+            self._not_finite.add(found.name)
+            text = f"{title(found.name)} is {found.value} at step {found.step:g}"
+            self._events.append(Event("not_finite", text, found.offset))
+
+
+def _add_other(record: dict[str, Any]) -> None:
+    """Add the time of a step that is neither generation nor training, where both are told."""
+    whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
+    if whole is not None and generate is not None and train is not None:
+        record["other_s"] = max(whole - generate - train, 0.0)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """What gives the values of these names as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda record: tuple(record[name] for name in names)

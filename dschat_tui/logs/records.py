@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LINES_PER_MARK = 64
+from dschat_tui.logs.points import Points
 
-# value, step, and the byte of its line in the log
-Point = tuple[float, float, int]
+LINES_PER_MARK = 64
 
 
 class Event(NamedTuple):
@@ -45,7 +44,7 @@ class Update:
     With `cut_from`, what series had from that step on is told again, by a run that was resumed.
     """
 
-    points: Mapping[str, Sequence[Point]]
+    points: Mapping[str, Points]
     events: Sequence[Event]
     marks: Sequence[int]
     status: Status

@@ -73,8 +73,13 @@ class Replay(threading.Thread):
         self._messages.put(News(key, parser.finish(), time.time()))
 
     def _seconds(self, update: Update, done_before: int) -> float:
-        points = (point for name in TIMES for point in update.points.get(name, ()))
-        told = sum(value for value, _, _ in points if value > 0)
+        told = sum(
+            value
+            for name in TIMES
+            if name in update.points
+            for value in update.points[name].values
+            if value > 0
+        )
         return told or SECONDS_A_STEP * max(update.status.done - done_before, 0)
 
 

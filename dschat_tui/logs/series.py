@@ -59,14 +59,15 @@ class Series:
 
     def append(self, value: float, step: float, offset: int = 0) -> None:
         """Add the value of a step, told by the line at byte `offset` of the log."""
-        self.extend(((value, step, offset),))
+        self.extend((value,), (step,), (offset,))
 
-    def extend(self, points: Sequence[tuple[float, float, int]]) -> None:
-        """Add values, each with its step and the byte of its line."""
-        if not points:
-            return
-        values, steps, offsets = zip(*points, strict=True)
+    def extend(
+        self, values: Sequence[float], steps: Sequence[float], offsets: Sequence[int]
+    ) -> None:
+        """Add values, with the step and the byte of its line of each."""
         start, count = 0, len(values)
+        if not count:
+            return
         room = self._width - self._in_last_bucket if self._low else 0
         while start < count:
             if not room:
@@ -79,7 +80,7 @@ class Series:
             room -= len(added)
             start += len(added)
         self._in_last_bucket = self._width - room
-        self.last, self.last_step, _ = points[-1]
+        self.last, self.last_step = values[-1], steps[-1]
         self.total += count
         self.version += 1
 

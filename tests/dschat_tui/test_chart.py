@@ -23,7 +23,8 @@ PLAIN = View(markers=SIGNS)
 
 def series(values: Sequence[float]) -> Series:
     filled = Series()
-    filled.extend([(value, step, 10 * step) for step, value in enumerate(values)])
+    for step, value in enumerate(values):
+        filled.append(value, step, 10 * step)
     return filled
 
 

@@ -137,7 +137,7 @@ def test_its_panels_have_the_numbers_of_its_log():
     ]
     offsets = list(range(len(lines)))
     update = LogParser().read(Batch(lines, offsets, restarted=False))
-    told = {name: [point[0] for point in points] for name, points in update.points.items()}
+    told = {name: points.values for name, points in update.points.items()}
     assert update.status.step == "dpo"
     assert update.status.done == 1
     assert told["eval_accuracy"] == [0.95]

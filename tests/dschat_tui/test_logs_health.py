@@ -14,7 +14,8 @@ from dschat_tui.logs.series import Series
 
 def series(value: Callable[[int], float], count: int = 200) -> Series:
     filled = Series()
-    filled.extend([(value(step), step, 0) for step in range(count)])
+    for step in range(count):
+        filled.append(value(step), step)
     return filled
 
 

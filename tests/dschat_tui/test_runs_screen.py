@@ -345,7 +345,8 @@ def test_six_curves_are_told_apart_without_colour() -> None:
     legends, drawn = set(), set()
     for index in range(6):
         named = [(letter, Series()) for letter in "ABCDEF"]
-        named[index][1].extend([(1.0, step, 0) for step in range(60)])
+        for step in range(60):
+            named[index][1].append(1.0, step)
         rows = plot("", named, 40, 8, View(patterned=True, banded=False))
         legends.add(row_text(rows[0]))
         drawn.add(tuple(row_text(row) for row in rows[1:]))
