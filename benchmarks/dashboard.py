@@ -59,6 +59,9 @@ def lines(random: random.Random) -> Iterator[str]:
             batch_size=64,
             sequence_length=512,
             answer_length_limit=256,
+            bandwidth_gb_s=239.38,
+            actor_parameters_b=1.429,
+            critic_parameters_b=0.331,
         ).lines()
         values = {
             "reward": reward,

@@ -163,6 +163,10 @@ def optimizer_step(
 _OPTIMIZER = re.compile(
     r"step=([0-9]{1,15}), skipped=([0-9]{1,15}), lr=\[([^\]]*)\], mom=(?:\[[^\]]*\]|None)"
 )
+# as DeepSpeed's first rank writes it, with nothing before or after
+_OPTIMIZER_LINE = re.compile(
+    r"\[[^\]]{1,30}\] \[INFO\] \[logging\.py:[0-9]{1,5}:log_dist\] \[Rank 0\] " + _OPTIMIZER.pattern
+)
 _LEARNING_RATE = re.compile(r"(?<![\w.])[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)")
 
 
@@ -610,12 +614,15 @@ class LogReader:
                 continue
             if offsets is not None:
                 self._offset = offsets[index]
-            # long histories are mostly these two
+            # long histories are mostly these
             head = line[:6]
             if head == "Epoch:" and self._read_ppo_block(lines, index, records):
                 to_skip = len(_PPO_BLOCK) - 1
             elif head == "Model " and self._read_throughput(line, records):
                 pass
+            elif head[:1] == "[" and (match := _OPTIMIZER_LINE.fullmatch(line)):
+                self._close_ppo(records)
+                records += self._read_rates(match)
             else:
                 records += self._read_line(line)
         return records
@@ -679,6 +686,12 @@ class LogReader:
             record["offset"] = self._offset
         self._records_given += 1
         return (record,)
+
+    def _close_ppo(self, records: list[Record]) -> None:
+        """Give the record of a block that nothing follows any more."""
+        if self._ppo_closed is not None:
+            records.append(self._ppo_closed)
+            self._ppo_closed = None
 
     def _learn_step(self, step: str, certain: bool = True) -> None:
         if certain or not self._step_is_certain:
@@ -780,9 +793,7 @@ class LogReader:
             }
         except ValueError:
             return False
-        if self._ppo_closed is not None:
-            records.append(self._ppo_closed)
-            self._ppo_closed = None
+        self._close_ppo(records)
         if self._offset is not None:
             record["offset"] = self._offset
         records.append(record)
@@ -929,8 +940,9 @@ class LogReader:
 
     def _read_optimizer(self, message: str, text: str) -> _Records | None:
         match = _OPTIMIZER.fullmatch(message)
-        if match is None or "[Rank 0]" not in text:
-            return None
+        return None if match is None or "[Rank 0]" not in text else self._read_rates(match)
+
+    def _read_rates(self, match: re.Match[str]) -> _Records:
         step, skipped = int(match[1]), int(match[2])
         if step == 0:  # printed while the engine starts
             return _NOTHING

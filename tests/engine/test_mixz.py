@@ -103,22 +103,23 @@ def test_step_3_generates_trains_and_saves_with_it(hybrid, model, group, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_two_ranks_hold_half_and_learn_alike(dtype, model, tmp_path):
-    launch(Path(__file__).with_name("mixz_worker.py"), tmp_path, model, dtype)
+def test_two_ranks_hold_half_and_learn_alike(model, tmp_path):
+    launch(Path(__file__).with_name("mixz_worker.py"), tmp_path, model)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["share off"] == 1
-    assert results["share on"] <= 0.6
+    for dtype in ("bf16", "fp16"):
+        share, of_variant = results[dtype]["share"], results[dtype]["losses"]
+        off = of_variant.pop("off")
+        assert share["off"] == 1
+        assert share["on"] <= 0.6
+        for quantised in of_variant.values():
+            assert quantised == pytest.approx(off, rel=0.02)
+            assert quantised != off
+        assert is_complete_model(tmp_path / dtype / "on/step1-sft/model")
+    # only the traffic is quantised there
+    assert results["bf16"]["share"]["gather"] == 1
     assert results["share ppo"] <= 0.6
     assert results["off_reason"] is None
-    off, on, gather = results["losses"]
-    for quantised in (on, gather):
-        assert quantised == pytest.approx(off, rel=0.02)
-        assert quantised != off
-    # Only the traffic is quantised here.
-    assert results["share gather"] == 1
-    assert is_complete_model(tmp_path / "on/step1-sft/model")
-    assert is_complete_model(tmp_path / "on/step3-rlhf/actor")
+    assert is_complete_model(tmp_path / "bf16/on/step3-rlhf/actor")
 
 
 def test_a_model_too_small_for_it_is_told(group):
