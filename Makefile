@@ -12,9 +12,9 @@ demo: $(VENV)/installed
 	rm -rf output/demo
 	$(BIN)/dschat run --profile tiny --output output/demo --dashboard
 
-# Two workers: many tests wait for processes that they start.
+# More workers than cores: many tests wait for processes that they start.
 test: $(VENV)/installed
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -m gpu

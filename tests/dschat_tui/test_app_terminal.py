@@ -180,7 +180,7 @@ def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
     again.press("x")
     again.wait_for_text("stop the run")
     again.press("y")
-    again.wait_for_text("x again")
+    again.wait_for_text("saving a checkpoint")  # in the header: the question is closed
     again.press("x")
     made.wait_for(lambda: made.state()["state"] == "stopped")
     again.wait_for_text("stopped")
