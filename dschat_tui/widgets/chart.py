@@ -383,17 +383,20 @@ def _title_row(
 ) -> Row:
     tags = " log" * view.log_scale + f" ~{view.smoothing:g}" * bool(view.smoothing)
     legend: Row = []
+    titled = False
     for index, ((name, series), columns) in enumerate(zip(named, all_columns, strict=True)):
         if not len(series):
             continue
         value = series.last if view.cursor is None else _value_at(columns, view.cursor)
         sign = view.glyphs.lines[index % len(view.glyphs.lines)]
         legend.append((f"  {sign}", f"line{index % SERIES_STYLES}"))
-        if name.casefold() != title.casefold():
+        if name.casefold() == title.casefold():
+            titled = True
+        else:
             legend.append((f" {name}", "muted"))
         legend.append((f" {short_number(value)}", "text" if math.isfinite(value) else "bad"))
     row: Row = [(title, "strong"), (tags, "muted"), *legend]
-    if cell_len(row_text(row)) > width and len(legend) > 3:
+    if cell_len(row_text(row)) > width and len(legend) > 3 and not titled:
         # the names of the quantities say what the title says
         first = legend[0]
         row = [(first[0].lstrip(), first[1]), *legend[1:], (tags, "muted")]

@@ -43,6 +43,14 @@ def test_a_falling_line_falls_from_corner_to_corner() -> None:
     assert rows[9].endswith("step 9")
 
 
+@pytest.mark.parametrize(("title", "told"), [("TFLOPs", "TFLOPs  "), ("Speed", "* TFLOPs 3")])
+def test_a_narrow_chart_says_what_it_shows(title: str, told: str) -> None:
+    named = [(name, series([3.0])) for name in ("TFLOPs", "generation", "training")]
+    head = row_text(plot(title, named, 30, 10, PLAIN)[0])
+    assert head.startswith(told)
+    assert len(head) <= 30
+
+
 @pytest.mark.parametrize("markers", [BRAILLE, BLOCK, SIGNS])
 @settings(max_examples=60, deadline=None)
 @given(
