@@ -157,14 +157,15 @@ class LogParser:
             return
         self._advance(step)
         self._total = record.get("total_steps") or self._total
-        # what several lines tell, the metrics tell with more digits
-        told = {name: value for before in held for name, value in before.items()} | record
+        for before in held[:-1]:
+            self._add_all(before, _PPO_NAMES if before["kind"] == "ppo" else _SPEEDS, step)
+        # what both lines tell, the metrics tell with more digits
+        told = held[-1] | record if held else record
         _add_other(told)
         keys = tuple(told)
         if keys != self._keys:  # mostly those of the step before
             self._keys = keys
-            held_names = _PPO_NAMES if "ppo_epoch" in told else _SPEEDS
-            wanted = {*held_names, "other_s", *record}.difference(_NO_QUANTITIES)
+            wanted = {*_PPO_NAMES, *_SPEEDS, *record}.difference(_NO_QUANTITIES)
             self._names = tuple(name for name in keys if name in wanted)
             self._values = _getter(self._names)
         self._gatherer.add(self._names, self._values(told), step, record.get("offset", 0))
