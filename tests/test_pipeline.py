@@ -165,7 +165,7 @@ def test_two_ranks_learn_as_one_rank_with_the_same_global_batch(tmp_path):
         folder = tmp_path / str(ranks)
         ended = dschat(
             *("run", "--profile", "tiny", "--steps", "1", "--output", str(folder)),
-            *("--set", "sft.max_steps=40", "--set", f"launch.num_accelerators={ranks}"),
+            *("--set", "sft.max_steps=30", "--set", f"launch.num_accelerators={ranks}"),
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
         rows = (folder / "step1-sft/metrics.jsonl").read_text().splitlines()
