@@ -12,9 +12,9 @@ demo: $(VENV)/installed
 	rm -rf output/demo
 	$(BIN)/dschat run --profile tiny --output output/demo --dashboard
 
-# More workers than cores: many tests wait for processes that they start.
+# Two workers: many tests wait for processes that they start; more only get in each other's way.
 test: $(VENV)/installed
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -m gpu
