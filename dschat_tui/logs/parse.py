@@ -186,6 +186,8 @@ class LogParser:
             if epoch <= self._epoch:
                 return None
             self._base = self._step + 1 - step
+        if self._base + step < self._step and not self._relaunched:
+            return None
         self._step_in_epoch, self._epoch = step, epoch
         self._advance(self._base + step)
         return self._base + step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -76,8 +76,7 @@ class Gatherer:
             if None in column:
                 points = _chosen(points, [value is not None for value in column])
             if not _is_finite(points.values):
-                for index, found in self._find_not_finite(name, points):
-                    points.values[index] = found
+                self._note_not_finite(name, points)
             if name in self._points:
                 gathered = self._points[name]
                 gathered.values.extend(points.values)
@@ -86,13 +85,13 @@ class Gatherer:
             elif points.values:
                 self._points[name] = Points(points.values, list(points.steps), list(points.offsets))
 
-    def _find_not_finite(self, name: str, points: Points) -> Iterator[tuple[int, float]]:
+    def _note_not_finite(self, name: str, points: Points) -> None:
+        """Note what is not finite; an integer beyond all floats becomes infinite."""
         for index, value in enumerate(points.values):
             if not -_GREATEST <= value <= _GREATEST:
-                found = value if isinstance(value, float) else math.inf
+                points.values[index] = found = value if isinstance(value, float) else math.inf
                 where = points.steps[index], points.offsets[index]
                 self._not_finite.append(NotFinite(name, found, *where))
-                yield index, found
 
 
 def _is_finite(values: Sequence[float]) -> bool:

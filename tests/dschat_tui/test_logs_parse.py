@@ -212,6 +212,13 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+BLOCK_BEGINS = (
+    "Epoch: 0 | Step: 3 | PPO Epoch: 1 | Actor Loss: 0.1 | Critic Loss: 0.2 | "
+    "Unsupervised Loss: 0.0"
+)
+
+
+@example([BLOCK_BEGINS, "Metrics => step: 2, kl: 1", BLOCK_BEGINS, "Metrics => step: 9, kl: 1"], 1)
 @example(["Metrics => step: 9, kl: 1", "Metrics => step: 0, kl: 1"], 1)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(FRAGMENTS | st.text(max_size=80), max_size=40), st.integers(1, 6))

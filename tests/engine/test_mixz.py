@@ -106,20 +106,20 @@ def test_step_3_generates_trains_and_saves_with_it(hybrid, model, group, tmp_pat
 def test_two_ranks_hold_half_and_learn_alike(model, tmp_path):
     launch(Path(__file__).with_name("mixz_worker.py"), tmp_path, model)
     results = json.loads((tmp_path / "results.json").read_text())
-    for dtype in ("bf16", "fp16"):
-        share, of_variant = results[dtype]["share"], results[dtype]["losses"]
-        off = of_variant.pop("off")
-        assert share["off"] == 1
-        assert share["on"] <= 0.6
-        for quantised in of_variant.values():
+    assert set(results) == {"bf16", "fp16"}
+    for dtype, found in results.items():
+        assert found["share off"] == 1
+        assert found["share on"] <= 0.6
+        assert found["share ppo"] <= 0.6
+        assert found["off_reason"] is None
+        off, on, gather = found["losses"]
+        for quantised in (on, gather):
             assert quantised == pytest.approx(off, rel=0.02)
             assert quantised != off
+        # Only the traffic is quantised here.
+        assert found["share gather"] == 1
         assert is_complete_model(tmp_path / dtype / "on/step1-sft/model")
-    # only the traffic is quantised there
-    assert results["bf16"]["share"]["gather"] == 1
-    assert results["share ppo"] <= 0.6
-    assert results["off_reason"] is None
-    assert is_complete_model(tmp_path / "bf16/on/step3-rlhf/actor")
+        assert is_complete_model(tmp_path / dtype / "on/step3-rlhf/actor")
 
 
 def test_a_model_too_small_for_it_is_told(group):
