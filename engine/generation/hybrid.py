@@ -93,8 +93,19 @@ class HybridEngine:
             self._check(input_ids[:_CHECK_ROWS], attention_mask[:_CHECK_ROWS], sampling)
         if not self.enabled:
             return plain.generate(self.model, input_ids, attention_mask, sampling, generator)
+        return self._answered(input_ids, attention_mask, sampling, generator, self._cache)
+
+    def _answered(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Generation:
+        """Decode; leaves no reference to the decoder, whose weights can be as large as a model."""
         with self._weights_at_hand() as decoder:
-            return decode(decoder, input_ids, attention_mask, sampling, generator, self._cache)
+            return decode(decoder, input_ids, attention_mask, sampling, generator, cache)
 
     @contextmanager
     def _weights_at_hand(self) -> Iterator[Decoder]:
@@ -127,7 +138,6 @@ class HybridEngine:
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor, sampling: Sampling) -> None:
         """Compare greedy tokens with the model as training sees it; a collective."""
-        reason = None
         greedy = Sampling(
             max_new_tokens=min(_CHECK_TOKENS, sampling.max_new_tokens),
             eos_ids=sampling.eos_ids,
@@ -135,14 +145,12 @@ class HybridEngine:
             greedy=True,
             ignore_eos=True,
         )
-        try:
-            with self._weights_at_hand() as decoder:
-                result = decode(decoder, input_ids, attention_mask, greedy)
         # A family may fail in any way under a cache that is not its own.
+        try:
+            result = self._answered(input_ids, attention_mask, greedy)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        self._give_back_weights()
-        if reason is None:
+            reason: str | None = f"{type(error).__name__}: {error}"
+        else:
             reason = self._difference(input_ids, attention_mask, result)
         self._checked = True
         self.off_reason = _agreed(reason)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
 from engine.config.schema import HybridEngineConfig
 from engine.generation import hybrid as hybrid_module
 from engine.generation.hybrid import HybridEngine
+from engine.generation.packed import PackedDecoder
 from engine.generation.plain import generate
 from engine.generation.sampling import Sampling
 
@@ -206,6 +208,25 @@ def test_a_decoder_that_fails_switches_it_off(monkeypatch: pytest.MonkeyPatch) -
         assert engine.generate(ids, mask, SAMPLING).answers.shape[0] == 5
     assert engine.off_reason == "NotImplementedError: no such cache"
     assert same(before, state(model))
+
+
+def test_there_are_never_two_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[PackedDecoder]] = []
+
+    class OnlyOne(PackedDecoder):
+        def __init__(self, *arguments: Any) -> None:
+            assert not any(copy() for copy in copies)
+            super().__init__(*arguments)
+            copies.append(weakref.ref(self))
+
+    monkeypatch.setattr(hybrid_module, "PackedDecoder", OnlyOne)
+    engine = HybridEngine(build("llama", lora=True))
+    for _ in range(2):
+        with engine.rollout():
+            engine.generate(*prompts(), SAMPLING, seeded())
+    # the first answers the check, a second the prompts, a third the second rollout
+    assert engine.off_reason is None
+    assert len(copies) == 3
 
 
 def test_switched_off_by_configuration_it_is_plain_generation() -> None:
