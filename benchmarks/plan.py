@@ -5,8 +5,8 @@
 All of it takes half an hour on two cores, `--models tiny --ranks 1` some four minutes.
 States are weights, master copies, Adam's moments and gradients, as the engines hold them while the
 optimizer steps. The peak is the growth of the process's resident memory from the moment before the
-models are loaded, where the C library gives freed memory back; `--heap` leaves it its heap, as runs
-have it. Every combination of ZeRO 0, 2 and 3, offload and LoRA that the rules allow.
+models are loaded; how much of freed memory the C library keeps differs by a fifth from one time to
+the next. Every combination of ZeRO 0, 2 and 3, offload and LoRA that the rules allow.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ STATES = (
 )
 # Of DeepSpeed's reduction bucket, the only tensor of this size, little is ever touched here.
 BUCKET_ELEMENTS = 500_000_000
-# From this size on glibc gives a freed block back at once; by default the size grows to 32 MiB.
-THRESHOLD, GIVES_BACK = "MALLOC_MMAP_THRESHOLD_", "65536"
 # Two steps are enough: what is kept from one to the next is there in the second. So hot, no model
 # ends its answers before their limit.
 SHORT = (
@@ -203,17 +201,22 @@ def _measure_here(config: RunConfig, step: StepName, folder: Path) -> Measured:
 
 
 def _warm_up() -> None:
-    """Train a small layer, so that what libraries allocate once is there."""
-    model = torch.nn.Linear(16, 16)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
-        config={"train_micro_batch_size_per_gpu": 1},
-    )
-    engine.backward(engine(torch.zeros(1, 16)).sum())
-    engine.step()
-    engine.destroy()
-    del engine, model
+    """Train a small layer at each ZeRO stage, so that what libraries allocate once is there."""
+    for stage in (0, 2, 3):
+        model = torch.nn.Linear(16, 16)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": stage},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+        engine.backward(engine(torch.zeros(1, 16)).sum())
+        engine.step()
+        engine.destroy()
+        del engine, model
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -282,11 +285,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", nargs="+", choices=list(TRAINERS), default=["ppo"])
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
-    parser.add_argument("--heap", action="store_true", help="leave glibc's heap as it is")
     options = parser.parse_args()
-    if not options.heap and os.environ.get(THRESHOLD) != GIVES_BACK:
-        environment = {**os.environ, THRESHOLD: GIVES_BACK}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     worst = {"states": 0.0, "peak": 0.0}
     for model, ranks, step in itertools.product(options.models, options.ranks, options.steps):

@@ -28,12 +28,6 @@ from engine.planning import (
 
 GIB = 2**30
 Dtype = Literal["fp32", "bf16", "fp16"]
-HEAP_NOTE = (
-    "note: this is memory in use. The C library may keep as much again, and half more, of what "
-    "was freed; "
-    "with MALLOC_MMAP_THRESHOLD_=65536 in the environment of `dschat run` it gives that back, "
-    "for up to twice the CPU time"
-)
 # CPU features that make dtype=auto choose bf16.
 FAST_BF16 = ("avx512_bf16", "amx_tile")
 
@@ -268,8 +262,6 @@ def as_text(report: Report) -> str:
         rows.append(["all", f"while: {step.peak_phase}", gib(on_device), gib(on_host)])
         lines += ["", aligned([step.step, "what", "device", "host"], rows)]
     lines += ["", *verdict(report)]
-    if plan.device == "cpu":
-        lines.append(HEAP_NOTE)
     return "\n".join(lines)
 
 

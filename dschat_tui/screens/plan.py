@@ -48,6 +48,8 @@ def part_of(item: Item) -> str:
     """The part of the bar that something of a plan belongs to."""
     if item.model == "process":
         return "process"
+    if "holes" in item.what:
+        return "heap"
     if "cache" in item.what:
         return "cache"
     if "activations" in item.what or "logits" in item.what:
@@ -64,17 +66,12 @@ def fullest_phase(step: StepPlan, on_host: bool) -> str:
 
 
 def parts_of(step: StepPlan, on_host: bool) -> dict[str, int]:
-    """Bytes of one rank by part, in the phase that holds most, on the host or on the device.
-
-    `heap` is what the process keeps of phases before.
-    """
+    """Bytes of one rank by part, in the phase that holds most, on the host or on the device."""
     sizes: dict[str, int] = {}
     for item in step.items:
         if item.phase in ("always", fullest_phase(step, on_host)):
             size = item.host_bytes if on_host else item.device_bytes
             sizes[part_of(item)] = sizes.get(part_of(item), 0) + size
-    if on_host:
-        sizes["heap"] = step.host_bytes - sum(sizes.values())
     return {part.name: sizes[part.name] for part in PARTS if sizes.get(part.name)}
 
 

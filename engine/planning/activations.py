@@ -77,6 +77,29 @@ def saved_bytes_per_token(
     return norms + attention + mlp * element + masks + lora_layers * lora_rank * element
 
 
+def freed_bytes_per_token(shape: ModelShape, element: int, lora_outputs: int = 0) -> int:
+    """Bytes a token that one block makes in its forward pass and lets go before the pass ends.
+
+    Without scores of attention that is not fused.
+
+    Args:
+        shape: the model.
+        element: bytes of a number: 2 or 4.
+        lora_outputs: outputs of the block's adapted layers together.
+    """
+    hidden, queries = shape.hidden, shape.heads * shape.head_size
+    keys = shape.key_value_heads * shape.head_size
+    # A layer's output, its adapter's, that scaled.
+    adapters = 3 * element * lora_outputs
+    if not shape.gated:
+        return 7 * element * hidden + adapters
+    # Squares for RMS norms in fp32, and from 16 bits the normed input too.
+    normed = 2 * hidden + (queries + keys if shape.family == "qwen3" else 0)
+    norms = (4 if element == 4 else 8) * normed
+    rotation = 4.5 * (queries + keys)
+    return int(element * (3 * hidden + rotation)) + norms + adapters
+
+
 def working_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Bytes a token that a block holds at once besides what it keeps: forward or backward."""
     return element * ((3 if shape.gated else 2) * shape.inner + 2 * shape.hidden) + 4 * shape.hidden

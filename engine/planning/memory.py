@@ -13,21 +13,21 @@ offload      master copy, Adam, gradients, an fp32 copy of them on the host; sta
 
 Stages 1 to 3 reduce gradients through a bucket of 5e8 numbers on the device.
 
-Host figures are of memory in use. glibc keeps freed blocks of up to 32 MiB in its heap, where they
-lie between others: a process on a CPU that computes with small tensors was seen to grow to 1.6
-times the figure in SFT and to 2.6 times in PPO. With MALLOC_MMAP_THRESHOLD_=65536 in its
-environment it gives them back and grows as planned, for up to twice the CPU time.
+On a CPU freed blocks count too: glibc keeps those of up to 32 MiB in its heap, and a hole takes no
+new block of its own size, as torch asks for aligned ones, which need some bytes more. With small
+models that is up to half of the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.config.layout import StepName
 from engine.config.schema import PretrainingStyleStep, RoleConfig, RunConfig, StepConfig
 from engine.planning.activations import (
+    freed_bytes_per_token,
     logits_scoring_bytes,
     logits_training_bytes,
     saved_bytes_per_token,
@@ -54,6 +54,11 @@ _PACKED_FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
 _FUSED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # What the first step leaves in a process on a CPU beside tensors, as measured.
 _CPU_HEAP = 30 * 2**20
+# Larger blocks are no part of glibc's heap (its DEFAULT_MMAP_THRESHOLD_MAX).
+_HEAP_BLOCK = 32 * 2**20
+# Holes in the heap, as measured: shares of what a forward pass allocates and frees. While scoring
+# that is all of it; what is kept of the answers, and of weights that ZeRO-3 gathers, divides holes.
+_HOLES_OF_TRAINING, _HOLES_OF_SCORING, _HOLES_OF_SCORING_ZERO_3 = 0.6, 0.35, 0.65
 
 ALWAYS = "always"
 
@@ -179,6 +184,7 @@ class _Model:
     frozen: int
     quantized: int = 0
     largest_trained: int = 0
+    adapters_only: bool = False
 
     @classmethod
     def training(
@@ -197,8 +203,18 @@ class _Model:
                 quantized = _large_parameters(shape, head)
         else:
             trained += base
-        stage, offload = role.zero_stage, role.offload
-        return cls(name, shape, head, stage, offload, trained, frozen, quantized, largest)
+        return cls(
+            name,
+            shape,
+            head,
+            role.zero_stage,
+            role.offload,
+            trained,
+            frozen,
+            quantized=quantized,
+            largest_trained=largest,
+            adapters_only=frozen > 0,
+        )
 
     @classmethod
     def reading(cls, name: str, shape: ModelShape, head: Head, stage: int, offload: bool) -> _Model:
@@ -273,10 +289,13 @@ class _Model:
             if accumulates:
                 phases += other_phases
             items += [item(name, "gradients", summed, phase) for phase in phases]
-            items.append(item(name, "gradients", element * shard, update))
+            if not (stage and self.adapters_only):
+                # Those of matrices wait for those of biases and norms, which adapters lack.
+                items.append(item(name, "gradients", element * shard, update))
             if stage or element == 2:
                 items.append(item(name, "gradients (fp32)", 4 * shard, update))
         items += self._reduction(place, (train, reduce))
+        items += self.gradient_holes(place)
         return items
 
     def _reduction(self, place: _Place, phases: tuple[str, str]) -> list[Item]:
@@ -294,14 +313,12 @@ class _Model:
             ]
         return [place.item(self.name, "reduction bucket", bucket, phase) for phase in phases]
 
-    def training_activations(
-        self, place: _Place, role: RoleConfig, rows: int, seq: int, dropout: float | None
-    ) -> list[Item]:
-        """What the forward pass leaves for the backward pass."""
-        shape, element, tokens = self.shape, place.element, rows * seq
-        in_block = sum("{layer}" in layer.name for layer in shape.block)
-        if role.lora.rank and role.lora.targets:
-            in_block = len(shape.lora_layers(role.lora.targets)) // shape.layers
+    def block_bytes(
+        self, place: _Place, role: RoleConfig, seq: int, dropout: float | None
+    ) -> tuple[int, int]:
+        """Bytes a token that a block's forward pass leaves for the backward pass, and frees."""
+        shape, element = self.shape, place.element
+        adapted = shape.lora_layers(role.lora.targets) if role.lora.rank else []
         saved = saved_bytes_per_token(
             shape,
             element,
@@ -309,15 +326,43 @@ class _Model:
             dropout,
             on_cpu=place.device == "cpu",
             lora_rank=role.lora.rank,
-            lora_layers=in_block,
+            lora_layers=len(adapted) // shape.layers,
         )
+        outputs = sum(layer.outputs for layer in adapted) // shape.layers
+        return saved, freed_bytes_per_token(shape, element, outputs)
+
+    def training_activations(
+        self, place: _Place, role: RoleConfig, rows: int, seq: int, dropout: float | None
+    ) -> list[Item]:
+        """What the forward pass leaves for the backward pass."""
+        shape, element, tokens = self.shape, place.element, rows * seq
+        saved, freed = self.block_bytes(place, role, seq, dropout)
         outside = 3 * element * shape.hidden
         working = working_bytes_per_token(shape, element)
         if role.gradient_checkpointing:
             per_token = shape.layers * element * shape.hidden + outside + saved + working
         else:
             per_token = shape.layers * saved + outside + working
-        return [place.item(self.name, "activations", per_token * tokens, f"train {self.name}")]
+        phase = f"train {self.name}"
+        return [
+            place.item(self.name, "activations", per_token * tokens, phase),
+            *self.holes(place, tokens, _HOLES_OF_TRAINING * freed, phase),
+        ]
+
+    def holes(self, place: _Place, tokens: int, per_token: float, phase: str) -> list[Item]:
+        """Room between blocks of the C library's heap, by bytes a token and block of the model."""
+        if place.device != "cpu" or place.element * self.shape.hidden * tokens > _HEAP_BLOCK:
+            return []
+        size = self.shape.layers * per_token * tokens
+        return [place.item(self.name, "holes in the heap", size, phase)]
+
+    def gradient_holes(self, place: _Place) -> list[Item]:
+        """Room in the heap where gradients lay that came between activations and went."""
+        if place.device != "cpu" or self.adapters_only:
+            return []
+        sizes = [place.element * layer.weights for layer in self.shape.block]
+        size = self.shape.layers * sum(size for size in sizes if size <= _HEAP_BLOCK)
+        return [place.item(self.name, "holes of gradients", size, f"train {self.name}")]
 
 
 def _large_parameters(shape: ModelShape, head: Head) -> int:
@@ -496,6 +541,11 @@ def _ppo(
         working_bytes_per_token(shape, element) * scored for shape in (actor_shape, critic_shape)
     )
     yield place.item("actor", "activations and logits", max(logits, working), "score")
+    passes = actor.block_bytes(place, config.actor, seq, config.actor.dropout or 0.0)
+    share = _HOLES_OF_SCORING_ZERO_3 if actor.stage == 3 else _HOLES_OF_SCORING
+    for name in ("train actor", "train critic"):
+        for item in actor.holes(place, scored, share * sum(passes), name):
+            yield replace(item, what=f"{item.what} since scoring")
 
     # 4. Updates of actor and critic.
     for model, role in ((actor, config.actor), (critic, config.critic)):
@@ -508,17 +558,13 @@ def _ppo(
     yield place.item("actor", "logits", kept, "train actor")
     if config.data.unsupervised_sources:
         yield from (
-            Item(item.model, "activations of the mixture", *_tail(item))
+            replace(item, what=f"{item.what} of the mixture")
             for item in actor.training_activations(
                 place, config.actor, micro, seq, config.actor.dropout or 0.0
             )
         )
         mixture = logits_training_bytes(actor_shape, micro * seq, element)
         yield place.item("actor", "logits of the mixture", mixture, "train actor")
-
-
-def _tail(item: Item) -> tuple[str, int, int]:
-    return item.phase, item.device_bytes, item.host_bytes
 
 
 def _generation(

@@ -1,5 +1,6 @@
 """Bytes of activations against what autograd saves and what the allocator sees."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -9,6 +10,7 @@ from engine.algorithms.language_modeling import causal_lm_loss
 from engine.algorithms.log_probs import entropy, token_log_probs
 from engine.planning import ModelShape, activations
 from engine.planning.activations import (
+    freed_bytes_per_token,
     logits_scoring_bytes,
     logits_training_bytes,
     saved_bytes_per_token,
@@ -108,6 +110,39 @@ def test_a_block_keeps_what_autograd_saves(name, dtype):
         ModelShape.from_config(config), dtype.itemsize, LENGTH, on_cpu=True
     )
     assert planned == pytest.approx(measured, rel=0.03)
+
+
+def freed_by_forward(config: dict, layers: int, dtype: torch.dtype, adapters: bool) -> int:
+    """Bytes that a training forward pass allocates and lets go before it ends."""
+    options = {**config, "num_hidden_layers": layers}
+    made = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=dtype).train()
+    if adapters:
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
+        model.to(dtype)
+    ids = torch.randint(3, 90, (ROWS, LENGTH))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        logits = model(input_ids=ids, use_cache=False).logits
+    assert logits.requires_grad
+    sizes = [
+        event.nbytes()
+        for event in recorded.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    return -sum(size for size in sizes if size < 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "LoRA"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+def test_a_block_frees_what_the_allocator_sees(name, adapters, dtype):
+    config = CONFIGS[name]
+    one, three = (freed_by_forward(config, layers, dtype, adapters) for layers in (1, 3))
+    measured = (three - one) / 2 / (ROWS * LENGTH)
+    shape = ModelShape.from_config(config)
+    outputs = sum(layer.outputs for layer in shape.block) if adapters else 0
+    planned = freed_bytes_per_token(shape, dtype.itemsize, outputs)
+    assert planned == pytest.approx(measured, rel=0.2)
 
 
 def most_allocated(function) -> int:

@@ -21,8 +21,6 @@ REPOSITORY = Path(__file__).parents[2]
 ROWS = 4
 # CPUs without instructions for bf16 take very long.
 LENGTHS = {"fp32": 96, "bf16": 32}
-# Or the C library keeps what is freed: see engine/planning/memory.py.
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def compared(tmp_path_factory) -> dict[Case, dict[str, tuple[int, int]]]:
     model = small_model("llama", folder / "model", hidden=384, inner=1280, layers=6)
     program = subprocess.run(
         [sys.executable, __file__, json.dumps([asdict(case) for case in CASES]), model, folder],
-        env={**os.environ, **GIVES_BACK, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=1800,
