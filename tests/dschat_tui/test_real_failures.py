@@ -22,6 +22,7 @@ import pytest
 
 from dschat_tui.runs import control
 from dschat_tui.runs.folder import STEPS, RunFolder, Step
+from dschat_tui.runs.launch import free_port
 from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.watch import watch
 from engine.config.layout import PIPELINES
@@ -256,6 +257,14 @@ def test_a_learning_rate_that_diverges_is_named_and_the_fix_lowers_it(small, tmp
     assert "changed: sft.learning_rate: 1e+18 -> 1e+17" in going_on.stderr
 
 
+def test_a_hub_that_is_out_of_reach_is_named(small, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    failed = dschat(*small, "--set", "models.actor=no-such-owner/no-such-model")
+    assert failed.returncode == 1, failed.stderr
+    assert "failed, network: " in failed.stderr
+    assert "name local folders in models.actor" in failed.stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 320 MiB in memory."""
@@ -311,6 +320,20 @@ CPUAdamBuilder().load()
     assert "build_failed" in told
     assert "Error building extension 'cpu_adam'" in told
     assert "Install a compiler" in told
+
+
+def test_a_node_that_does_not_come_is_named(fake_run, capsys):
+    waits = f"""
+from datetime import timedelta
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{free_port()}", rank=0, world_size=2,
+                        timeout=timedelta(seconds=1))
+"""
+    fake = fake_run(sft=waits)
+    assert watch(fake.run, fake.start(), json_output=True) == 1
+    told = capsys.readouterr().err
+    assert "rendezvous_timeout" in told
+    assert "1/2 clients joined" in told
 
 
 def test_too_little_memory_is_named_and_the_fix_takes_fewer_rows_at_once(small, tmp_path):

@@ -81,10 +81,26 @@ def test_the_cause_comes_from_the_log(fake_run):
     assert cause["advice"]
 
 
-def test_death_by_sigkill_is_named_though_the_log_says_nothing(fake_run):
-    fake = fake_run(sft="os.kill(os.getpid(), signal.SIGKILL)")
+# Mapped memory that its file has no room for: what a small /dev/shm does to ranks.
+TOUCHES_LOST_MEMORY = """
+import mmap
+with (folder / "shared").open("wb+") as file:
+    file.truncate(4096)
+    shared = mmap.mmap(file.fileno(), 4096)
+    file.truncate(0)
+shared[0] = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("dies", "cause"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", "killed"), (TOUCHES_LOST_MEMORY, "bus_error")],
+    ids=["SIGKILL", "SIGBUS"],
+)
+def test_death_by_a_signal_is_named_though_the_log_says_nothing(fake_run, dies, cause):
+    fake = fake_run(sft=dies)
     fake.start().wait(60)
-    assert fake.state()["steps"]["sft"]["cause"]["id"] == "killed"
+    assert fake.state()["steps"]["sft"]["cause"]["id"] == cause
 
 
 def test_a_program_that_is_missing_fails_the_step(fake_run):
