@@ -54,8 +54,6 @@ STATES = (
     "copy for the way back",
     "gradient buffers",
 )
-# Of DeepSpeed's reduction bucket, the only tensor of this size, little is ever touched here.
-BUCKET_ELEMENTS = 500_000_000
 # Two steps are enough: what is kept from one to the next is there in the second. So hot, no model
 # ends its answers before their limit.
 SHORT = (
@@ -233,7 +231,7 @@ def _watch_steps(optimizer: Any, engines: list[Any], most: list[int]) -> None:
 
 
 def held_bytes(engines: Iterable[Any]) -> int:
-    """Bytes of all tensors that engines reach from their parameters and optimizers."""
+    """Bytes of all tensors that engines reach, buckets of gradients on their way left out."""
     waiting: list[Any] = []
     for engine in engines:
         waiting += [*engine.module.parameters(), engine.optimizer, engine.basic_optimizer]
@@ -245,8 +243,7 @@ def held_bytes(engines: Iterable[Any]) -> int:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             storage = thing.untyped_storage()
-            if storage.nbytes() != BUCKET_ELEMENTS * thing.element_size():
-                sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
             # DeepSpeed hangs shards and buffers onto parameters.
             waiting += [thing.grad if thing.is_leaf else None, *vars(thing).values()]
         elif isinstance(thing, dict):
@@ -254,7 +251,7 @@ def held_bytes(engines: Iterable[Any]) -> int:
         elif isinstance(thing, (list, tuple, set)):
             waiting += thing
         elif type(thing).__module__.startswith(("deepspeed.runtime", "torch.optim")):
-            waiting += vars(thing).values()
+            waiting += [value for name, value in vars(thing).items() if name != "ipg_buckets"]
     return sum(sizes.values())
 
 

@@ -11,7 +11,7 @@ stage 3      all sharded: e(T+F)/R, 4T/R, 8T/R, eT/R; in the step 4 bytes of a g
 offload      master copy, Adam, gradients, an fp32 copy of them on the host; stage 2 keeps a copy
              of the weights and accumulated gradients there too, stage 3 the weights
 
-Stages 1 to 3 reduce gradients through a bucket of 5e8 numbers on the device.
+Stages 1 to 3 reduce gradients through a bucket on the device, of T numbers but at most 5e8.
 
 On a CPU freed blocks count too: glibc keeps those of up to 32 MiB in its heap, and a hole takes no
 new block of its own size, as torch asks for aligned ones, which need some bytes more. With small
@@ -38,8 +38,9 @@ from engine.planning.shapes import Head, ModelShape
 
 Device = Literal["cuda", "cpu"]
 
+# Gradients of so many parameters at most are reduced at once.
+LARGEST_REDUCE_BUCKET = 500_000_000
 # Defaults of DeepSpeed that decide memory; elements, not bytes.
-_REDUCE_BUCKET = 500_000_000
 _PREFETCH_BUCKET = 50_000_000
 _STEP_GROUP = 1_000_000_000
 # ZeRO-3 keeps gathered what is used again within 1e9 parameters: the last 5e8 of a forward pass.
@@ -301,15 +302,13 @@ class _Model:
     def _reduction(self, place: _Place, phases: tuple[str, str]) -> list[Item]:
         """Buffers in which gradients of the backward pass are summed over ranks."""
         train, reduce = phases
-        filled = place.element * min(_REDUCE_BUCKET, self.trained)
+        bucket = place.element * min(LARGEST_REDUCE_BUCKET, self.trained)
         if self.stage == 0:
-            return [place.item(self.name, "reduction bucket", filled, reduce)]
-        # On a CPU only what is written of the bucket takes memory.
-        bucket = filled if place.device == "cpu" else place.element * _REDUCE_BUCKET
+            return [place.item(self.name, "reduction bucket", bucket, reduce)]
         if self.stage == 3:
             return [
                 place.item(self.name, "reduction bucket", bucket),
-                place.item(self.name, "reduction copy", filled, train),
+                place.item(self.name, "reduction copy", bucket, train),
             ]
         return [place.item(self.name, "reduction bucket", bucket, phase) for phase in phases]
 

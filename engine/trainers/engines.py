@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from engine.config.schema import StepConfig
 from engine.distributed import world_size
 from engine.models.quantization import install_quantizer
+from engine.planning.memory import LARGEST_REDUCE_BUCKET
 
 
 @contextmanager
@@ -63,7 +64,11 @@ def training_engine(
         total_steps: optimizer steps of the whole schedule.
         eps: Adam's epsilon.
     """
-    offload = "offload_optimizer" in config["zero_optimization"]
+    zero = config["zero_optimization"]
+    trained = sum(getattr(p, "ds_numel", p.numel()) for group in groups for p in group["params"])
+    # DeepSpeed lays the whole bucket out at once, by default 5e8 numbers.
+    zero["reduce_bucket_size"] = min(LARGEST_REDUCE_BUCKET, trained)
+    offload = "offload_optimizer" in zero
     optimizer = _adamw(groups, offload, betas=options.adam_betas, eps=eps)
     scheduler = get_scheduler(
         options.scheduler,
