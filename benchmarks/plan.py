@@ -262,9 +262,10 @@ def _resident(field: str) -> int:
 
 def cells(model: str, ranks: int) -> Iterator[tuple[str, RunConfig]]:
     """Names and configurations of the combinations that no rule refuses."""
-    steps = {step: getattr(load_profile(model), step) for step in TRAINERS}
-    whole = [
-        f"{step}.micro_batch_size={options.batch_size // ranks}" for step, options in steps.items()
+    # Ranks share the profile's batch, each its part at once.
+    profile = load_profile(model)
+    rows = [
+        f"{step}.micro_batch_size={getattr(profile, step).batch_size // ranks}" for step in TRAINERS
     ]
     for stage, offload, lora in itertools.product((0, 2, 3), (False, True), (False, True)):
         features = [f"zero_stage={stage}", f"offload={offload}".lower()]
@@ -273,7 +274,7 @@ def cells(model: str, ranks: int) -> Iterator[tuple[str, RunConfig]]:
         # With ZeRO-2 and offload the hybrid engine needs LoRA.
         settings.append(f"hybrid_engine.enabled={lora or not offload}".lower())
         settings.append(f"launch.num_accelerators={ranks}")
-        config = load_profile(model, [*SHORT, *whole, *settings])
+        config = load_profile(model, [*SHORT, *rows, *settings])
         if not check(config):
             on = [name for name, value in (("offload", offload), ("LoRA", lora)) if value]
             yield " ".join([f"ZeRO-{stage}", *on]), config
