@@ -18,6 +18,7 @@ from textual.screen import Screen
 
 from dschat_tui import keys
 from dschat_tui.logs.source import Source, SourceError, find_source
+from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.dialogs import Question
 from dschat_tui.screens.help import PAGES_WIDTH, HelpRows, Pages
 from dschat_tui.screens.run import LOST_SECONDS, RunScreen
@@ -104,7 +105,7 @@ class Dashboard(App[None]):
         """A letter that was typed before the line it is meant for had the focus goes into it."""
         screen = self.screen
         if (
-            isinstance(screen, StartScreen)
+            isinstance(screen, DashboardScreen)
             and event.is_printable
             and screen.take_typed(event.character or "")
         ):

@@ -50,6 +50,10 @@ class DashboardScreen(Screen[None]):
         """Draw for the new size."""
         self.call_after_refresh(self.draw)
 
+    def take_typed(self, sign: str) -> bool:
+        """Put a sign into the line that is typed into; False where there is no such line."""
+        return False
+
     def tell(self, text: str) -> None:
         """Show a text for some seconds."""
         self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS

@@ -126,6 +126,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.stops_asked = 0
         self.verdicts: list[Verdict] = []
         self.searched = ""
+        self._search: Input | None = None
         self.answers_found: set[int] | None = None
         self.sort = 0
         self._order_of: tuple[object, ...] = ()
@@ -657,7 +658,7 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     # searching
 
-    def action_search(self) -> None:
+    async def action_search(self) -> None:
         """Ask for what to look for: in the answers on their tab, else in the log."""
         if self.tab != "answers":
             self.action_tab("log")
@@ -665,12 +666,19 @@ class RunScreen(ChartKeys, ResumingScreen):
         from textual.widgets import Input
 
         self.add_class("-searching")
-        search = Input(placeholder="search, then enter", id="search", compact=True)
-        self.mount(search, before="#keys")
-        search.focus()
+        self._search = Input(placeholder="search, then enter", id="search", compact=True)
+        await self.mount(self._search, before="#keys")
+        self.set_focus(self._search)
+
+    def take_typed(self, sign: str) -> bool:
+        """See DashboardScreen."""
+        if self._search is not None:
+            self._search.insert_text_at_cursor(sign)
+        return self._search is not None
 
     def _end_search(self) -> None:
         self.remove_class("-searching")
+        self._search = None
         self.query("#search").remove()
         self.action_tab(self.tab)
 

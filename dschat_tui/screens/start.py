@@ -662,7 +662,7 @@ class StartScreen(DashboardScreen):
             self._prompt().display = False
 
     def take_typed(self, sign: str) -> bool:
-        """Put a sign into the line that is typed into; False where there is no such line."""
+        """See DashboardScreen."""
         if self._asked is not None:
             self._prompt().insert_text_at_cursor(sign)
         return self._asked is not None

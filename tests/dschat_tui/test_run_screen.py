@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from textual.events import Key
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from dschat_tui.app import Dashboard, one_frame, screen_text
 from dschat_tui.keys import KEYS
@@ -242,6 +244,16 @@ def test_the_log_follows_is_searched_and_is_looked_at_sideways(run: Path) -> Non
         assert listed.cursor == 8
         await press(pilot, "left_square_bracket", "f")
         await until(pilot, lambda: "came later" in screen_text(screen) or bool(screen.tick()))
+
+    drive(run, script, (80, 24))
+
+
+def test_a_burst_of_keys_goes_into_the_search_that_its_first_opens(run: Path) -> None:
+    async def script(pilot: Pilot[None], screen: RunScreen) -> None:
+        for key, character in (("slash", "/"), *((each, each) for each in "lost")):
+            pilot.app.post_message(Key(key, character))
+        await pilot.pause()
+        assert screen.query_one("#search", Input).value == "lost"
 
     drive(run, script, (80, 24))
 
