@@ -96,6 +96,13 @@ _TABLE = (
     ),
     Quantity("answer_length", "answer length", "tokens", "Mean of the answers.", "no drift"),
     Quantity("eos_share", "ended", "", "Share of answers that end by themselves.", "above 0.5"),
+    Quantity(
+        "empty_answers",
+        "empty answers",
+        "",
+        "Answers without a token before their end, which no update learns from.",
+        "0",
+    ),
     Quantity("actor_gradient_norm", "actor gradient", "", "Norm.", "0.1 to 10"),
     Quantity("critic_gradient_norm", "critic gradient", "", "Norm.", "0.1 to 10"),
     Quantity("actor_learning_rate", "actor rate", "", "Learning rate.", "as scheduled"),

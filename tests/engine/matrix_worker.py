@@ -1,6 +1,7 @@
 """One rank of `test_matrix.py`: cells of the matrix, one after another in one process.
 
-Then two steps under ZeRO-3, each uninterrupted, and stopped and resumed.
+Then a step in which one rank's answers are all empty, and two steps under ZeRO-3, each
+uninterrupted, and stopped and resumed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-from matrix_run import Cell, options, run_cell
+from matrix_run import Cell, options, run_cell, step_3
 from resumed import train
+from small_run import with_empty_answers
 
 from engine.distributed import process_group, rank
 
+EMPTY = ("launch.num_accelerators=2", "ppo.max_steps=2", "actor.zero_stage=2")
 RESUMED = (
     "launch.num_accelerators=2",
     "actor.zero_stage=3",
@@ -36,6 +39,10 @@ def main(folder: Path) -> None:
             if rank() == 0:
                 with (folder / "results.jsonl").open("a") as file:
                     file.write(json.dumps(result) + "\n")
+        trainer = step_3(plan[-1]["model"], folder / "empty", *EMPTY)
+        if rank() == 1:
+            with_empty_answers(trainer, [0, 1])
+        assert trainer.train()
         config = options(plan[-1]["model"], *RESUMED)
         for step in ("sft", "ppo"):
             assert train(config, folder / "whole", step)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from engine.config import RunConfig, apply_overrides, resolve
+from engine.generation.sampling import Generation
+from engine.trainers.ppo import PPOTrainer
 
 SMALL = {
     "models": {"actor": "embedded:tiny-llama"},
@@ -29,3 +34,17 @@ SMALL = {
 def configuration(*assignments: str) -> RunConfig:
     """The small run's configuration with `key=value` changes."""
     return resolve(apply_overrides(SMALL, list(assignments)), "test")
+
+
+def with_empty_answers(trainer: PPOTrainer, rows: list[int]) -> None:
+    """Let the trainer's actor end some of its answers with their first token."""
+    generate, eos = trainer.hybrid.generate, trainer.tokenizer.eos_token_id
+
+    def ending(*arguments: Any) -> Generation:
+        generation = generate(*arguments)
+        answers, lengths = generation.answers.clone(), generation.lengths.clone()
+        answers[rows, 0], answers[rows, 1:] = eos, trainer.tokenizer.pad_token_id
+        lengths[rows] = 1
+        return replace(generation, answers=answers, lengths=lengths)
+
+    trainer.hybrid.generate = ending  # type: ignore[method-assign]

@@ -163,6 +163,13 @@ def test_two_ranks_run_a_covering_subset(two_ranks, results):
 
 
 @pytest.mark.slow
+def test_a_rank_whose_answers_are_all_empty_goes_along(two_ranks):
+    rows = records(two_ranks / "empty", "ppo")
+    assert [row["empty_answers"] for row in rows] == [2, 2]
+    assert all(row["actor_gradient_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["sft", "ppo"])
 def test_under_zero_3_on_two_ranks_a_resumed_step_equals_an_uninterrupted_one(two_ranks, step):
     whole, broken = (records(two_ranks / name, step) for name in ("whole", "broken"))

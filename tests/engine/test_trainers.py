@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import configuration
+from small_run import configuration, with_empty_answers
 
 from engine.trainers.context import StepContext
 from engine.trainers.experience import Experience
@@ -111,6 +111,43 @@ def test_pad_equal_to_eos_keeps_the_first_eos_as_an_action(run):
     assert torch.equal(own.mask, same.mask)
     assert torch.equal(own.answers[own.mask], same.answers[same.mask])
     torch.testing.assert_close(own.scores, same.scores)
+
+
+def test_empty_answers_are_counted_and_change_no_update(run):
+    moved = []
+    for scores_of_empty in (0.0, 7.0):
+        trainer = ppo_trainer(run, "ppo.inner_epochs=1", "ppo.batch_size=8")
+        with_empty_answers(trainer, [2, 5])
+        batches = trainer.prompt_batches(trainer.batches.epoch(0)[0])
+        experience, _ = trainer.generate_experience(batches)
+        told = experience.mask.any(dim=1)
+        assert told.tolist() == [row not in (2, 5) for row in range(8)]
+        experience.scores[~told] = scores_of_empty
+        experience = trainer.add_targets(experience)
+        (minibatch,) = trainer.minibatches(experience)
+        stats = UpdateStats()
+        trainer.update(experience, minibatch, stats)
+        assert stats.sums["tokens"] == experience.mask.sum()
+        moved.append(torch.cat((weights(trainer.engine.actor), weights(trainer.engine.critic))))
+    assert torch.equal(*moved)
+
+
+def test_a_step_of_empty_answers_alone_is_skipped_and_told(run, tmp_path, capfd):
+    trainer = ppo_trainer(
+        tmp_path,
+        "ppo.max_steps=1",
+        f"models.sft={run}/step1-sft/model",
+        f"models.trained_reward={run}/step2-reward/model",
+    )
+    with_empty_answers(trainer, list(range(8)))
+    before = weights(trainer.engine.actor), weights(trainer.engine.critic)
+    assert trainer.train()
+    assert torch.equal(before[0], weights(trainer.engine.actor))
+    assert torch.equal(before[1], weights(trainer.engine.critic))
+    assert trainer.engine.actor.global_steps == 0
+    metrics = (tmp_path / "step3-rlhf" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(metrics)["empty_answers"] == 8
+    assert "updates skipped, as all answers are empty" in capfd.readouterr().out
 
 
 def test_scores_in_ppo_are_those_of_the_reward_step(run):
