@@ -205,11 +205,7 @@ def _warm_up() -> None:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), fused=True),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": stage},
-                "zero_force_ds_cpu_optimizer": False,
-            },
+            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
         )
         engine.backward(engine(torch.zeros(1, 16)).sum())
         engine.step()

@@ -678,8 +678,9 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def _end_search(self) -> None:
         self.remove_class("-searching")
-        self._search = None
-        self.query("#search").remove()
+        if self._search is not None:
+            self._search.remove()
+            self._search = None
         self.action_tab(self.tab)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:

@@ -93,19 +93,8 @@ class HybridEngine:
             self._check(input_ids[:_CHECK_ROWS], attention_mask[:_CHECK_ROWS], sampling)
         if not self.enabled:
             return plain.generate(self.model, input_ids, attention_mask, sampling, generator)
-        return self._answered(input_ids, attention_mask, sampling, generator, self._cache)
-
-    def _answered(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Generation:
-        """Decode; leaves no reference to the decoder, whose weights can be as large as a model."""
         with self._weights_at_hand() as decoder:
-            return decode(decoder, input_ids, attention_mask, sampling, generator, cache)
+            return decode(decoder, input_ids, attention_mask, sampling, generator, self._cache)
 
     @contextmanager
     def _weights_at_hand(self) -> Iterator[Decoder]:
@@ -147,7 +136,10 @@ class HybridEngine:
         )
         # A family may fail in any way under a cache that is not its own.
         try:
-            result = self._answered(input_ids, attention_mask, greedy)
+            with self._weights_at_hand() as decoder:
+                result = decode(decoder, input_ids, attention_mask, greedy)
+            # Its weights, as large as the model, must be gone before they are taken again.
+            del decoder
         except Exception as error:
             reason: str | None = f"{type(error).__name__}: {error}"
         else:

@@ -516,7 +516,6 @@ class PPOTrainer:
         actor_loss, critic_loss = sums["actor_loss"] / tokens, sums["critic_loss"] / tokens
         text_tokens = sums["unsupervised_tokens"]
         unsupervised = sums["unsupervised_loss"] / max(1.0, text_tokens)
-
         norms = {
             "actor_gradient_norm": stats.actor_gradient_norm,
             "critic_gradient_norm": stats.critic_gradient_norm,

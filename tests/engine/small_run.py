@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import RunConfig, apply_overrides, resolve
-from engine.generation.sampling import Generation
-from engine.trainers.ppo import PPOTrainer
+
+if TYPE_CHECKING:
+    from engine.generation.sampling import Generation
+    from engine.trainers.ppo import PPOTrainer
 
 SMALL = {
     "models": {"actor": "embedded:tiny-llama"},
