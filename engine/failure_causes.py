@@ -32,6 +32,11 @@ _SHAPES = (
     "Actor and reward models must share one tokenizer and vocabulary (models.actor, "
     "models.reward), and prompt + answer must fit the position embeddings (ppo.max_prompt_length)."
 )
+_LOADED_SHAPES = (
+    "The saved weights have another shape than the model: config.json and weights must belong "
+    "together, actor and reward models must share one tokenizer and vocabulary (models.actor, "
+    "models.reward), and a resumed step keeps the lora.rank it began with."
+)
 _DIVERGED = (
     "Lower actor.learning_rate (critic.learning_rate), set dtype=bf16, or ppo.align_overflow=true "
     "with fp16; then resume from the last checkpoint."
@@ -96,6 +101,7 @@ EXCEPTIONS = (
         r"|No CUDA GPUs|Found no NVIDIA driver|requires? (?:a )?(?:Ampere|CUDA|GPU)",
         _DEVICE,
     ),
+    _cause("shape_mismatch", r"size mismatch for |ignore_mismatched_sizes", _LOADED_SHAPES),
     _cause(
         "shape_mismatch",
         r"size mismatch|[Ss]hape mismatch|shapes cannot be multiplied|must match the size of"
@@ -158,6 +164,9 @@ LINES = (
         _SHARED_MEMORY,
     ),
     _cause("out_of_memory", r"^ *what\(\): .*(?:out of memory|bad_alloc)", _MEMORY),
+    # NCCL names the reason some lines below its exception
+    _cause("out_of_memory", r"^Cuda failure (?:\d+ )?'out of memory'", _MEMORY),
+    _cause("bus_error", r"^Error while creating shared memory segment", _SHARED_MEMORY),
     _cause("port_in_use", r"^\[E.*socket\.cpp.*failed to listen", _PORT),
     _cause(
         "rendezvous_timeout",
@@ -203,9 +212,13 @@ _FOLLOW_UP = re.compile(
 )
 _LINE_MARKS = (
     "Killed", "kill", "us error", "what()", "[E", "Assertion", "ssh: ", "denied", "not found",
-    "rror: ", "fatal", "received SIG",
+    "rror: ", "fatal", "received SIG", "Cuda failure", "shared memory segment",
 )  # fmt: skip
 _HANDLING = "During handling of the above exception"
+_END_OF_MESSAGE = ("Traceback (most recent", "  File ", _HANDLING, "The above exception was")
+# transformers' table of what it loaded, which it prints above an exception that only points there
+_MISMATCHED_WEIGHT = "Reinit due to size mismatch"
+_LOADING_REPORT = "the above report"
 
 
 @dataclass
@@ -226,6 +239,11 @@ class CauseFinder:
     _found: dict[str, _Candidate] = field(default_factory=dict)
     _records: int = 0
     _handling: bool = False
+    # the lines before belong to an exception whose cause none of them names, up to one that
+    # announces the next by its colon
+    _message_open: bool = False
+    _announced: bool = False
+    _mismatched_weight: str = ""
 
     def read(self, line: str, records: int) -> None:
         """Take note of a line that is no training line, cleaned of prefixes and escapes.
@@ -236,8 +254,13 @@ class CauseFinder:
         self._records = records
         if _EXCEPTION.match(line):
             self._read_exception(line)
-        elif line.startswith(_HANDLING):
+            return
+        if self._read_message(line):
+            return
+        if line.startswith(_HANDLING):
             self._handling = True
+        elif _MISMATCHED_WEIGHT in line:
+            self._mismatched_weight = line
         elif any(map(line.__contains__, _LINE_MARKS)):
             for strength, causes in (("specific", LINES), ("hint", _HINTS)):
                 cause = _first(causes, line)
@@ -245,14 +268,34 @@ class CauseFinder:
                     self._keep(strength if strength == "specific" else cause.id, cause, line)
                     return
 
+    def _read_message(self, line: str) -> bool:
+        """Look for the cause in a further line of an exception's message; True if it is there.
+
+        A message goes on in lines that are indented or announced by a colon before them.
+        """
+        goes_on = self._announced or line[:1].isspace()
+        if line.startswith(_END_OF_MESSAGE) or not goes_on:
+            self._message_open = self._announced = False
+        if not self._message_open:
+            return False
+        self._announced = line.endswith(":")
+        cause = _first(EXCEPTIONS, line)
+        if cause:
+            self._keep("specific", cause, line)
+        return cause is not None
+
     def _read_exception(self, line: str) -> None:
+        self._message_open = self._announced = False
         if _FOLLOW_UP.search(line):
             self._keep("follow-up", Cause("unknown", _FOLLOW_UP, _UNKNOWN), line)
             return
         cause = _first(EXCEPTIONS, line)
         if cause:
+            if _LOADING_REPORT in line and self._mismatched_weight:
+                line = self._mismatched_weight
             self._keep("specific", cause, line)
             return
+        self._message_open, self._announced = True, line.endswith(":")
         if self._handling:
             # the handler's own exception says more than the one that it stumbled over
             self._found.pop("exception", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import math
 import os
 import subprocess
@@ -533,6 +534,110 @@ def test_cause(id: str, lines: list[str], prefix: str) -> None:
     assert document["cause"]["id"] == id
     assert document["cause"]["line"] == lines[-1]
     assert document["cause"]["advice"]
+
+
+MISMATCH = (
+    "\tsize mismatch for model.embed_tokens.weight: copying a param with shape "
+    "torch.Size([50272, 512]) from checkpoint, the shape in current model is "
+    "torch.Size([32000, 512])."
+)
+MESSAGES_OF_SEVERAL_LINES = {
+    "size mismatch": (
+        "shape_mismatch",
+        ["RuntimeError: Error(s) in loading state_dict for RewardModel:", MISMATCH],
+    ),
+    "size mismatch after missing keys": (
+        "shape_mismatch",
+        [
+            "RuntimeError: Error(s) in loading state_dict for OPTForCausalLM:",
+            '\tMissing key(s) in state_dict: "lm_head.weight". ',
+            MISMATCH,
+        ],
+    ),
+    "size mismatch in the report above": (
+        "shape_mismatch",
+        [
+            "RuntimeError: You set `ignore_mismatched_sizes` to `False`, thus raising an error. "
+            "For details look at the above report!"
+        ],
+    ),
+    "message that begins with its second line": (
+        "missing_program",
+        [
+            "ImportError: ",
+            "LlamaConverter requires the protobuf library but it was not found in your environment",
+        ],
+    ),
+    "nccl's last error": (
+        "bus_error",
+        [
+            "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, "
+            "unhandled system error, NCCL version 2.14.3",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+            "Last error:",
+            "Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "], ids=["plain", "ranked"])
+@pytest.mark.parametrize("name", MESSAGES_OF_SEVERAL_LINES)
+def test_cause_in_a_later_line_of_the_message(name: str, prefix: str) -> None:
+    id, lines = MESSAGES_OF_SEVERAL_LINES[name]
+    document = read(*launched(2), *[prefix + x for x in [*TRACEBACK, *lines]], *failure(1))
+    assert document["cause"]["id"] == id
+    assert document["cause"]["line"] == lines[-1].strip()
+
+
+def test_lines_of_two_ranks_in_turns_keep_their_cause() -> None:
+    lines = [*TRACEBACK, "RuntimeError: Error(s) in loading state_dict for X:", MISMATCH]
+    both = [f"[rank{rank}]: {line}" for line in lines for rank in (0, 1)]
+    cause = read(*launched(2), *both, *failure(1))["cause"]
+    assert (cause["id"], cause["line"]) == ("shape_mismatch", MISMATCH.strip())
+    assert "vocabulary" in cause["advice"]
+
+
+def test_only_the_message_itself_tells_of_the_exception() -> None:
+    """What is printed after it, code in a later traceback included, is no part of it."""
+    document = read(
+        *launched(2),
+        *TRACEBACK,
+        "KeyError: 'prompt'",
+        "tip: a CUDA out of memory error can be avoided",
+        *TRACEBACK,
+        "    raise OutOfMemoryError('CUDA out of memory')",
+        *failure(1),
+    )
+    cause = document["cause"]
+    assert (cause["id"], cause["line"]) == ("unknown", "KeyError: 'prompt'")
+
+
+def test_cause_of_weights_that_transformers_refuses(tmp_path: Path) -> None:
+    """The library's real words, where config.json asks for another vocabulary than the weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=24, num_hidden_layers=1, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.vocab_size = 32
+    config.save_pretrained(tmp_path)
+    printed = io.StringIO()
+    logger, handler = (
+        logging.getLogger("transformers.modeling_utils"),
+        logging.StreamHandler(printed),
+    )
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    lines = [*printed.getvalue().split("\n"), *TRACEBACK, f"RuntimeError: {raised.value}"]
+    cause = read(*launched(1), *lines, *failure(1))["cause"]
+    assert cause["id"] == "shape_mismatch"
+    assert "torch.Size([24, 8])" in cause["line"]
+    assert "torch.Size([32, 8])" in cause["line"]
 
 
 @pytest.mark.parametrize(
