@@ -1,9 +1,12 @@
-"""The process group of a step: start, end, and sums over ranks."""
+"""The process group of a step: start, end, sums over ranks, and work that one rank does first."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +15,9 @@ import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+_turns = itertools.count()
 
 
 def device() -> torch.device:
@@ -68,3 +74,50 @@ def max_over_ranks(value: torch.Tensor | float) -> float:
     if world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
+
+
+@contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the body on rank 0, then on one rank of each other node, then on all the others.
+
+    All ranks must enter it, and leave together. Rank 0 may take hours: unlike a collective, the
+    waiting has no timeout. Work for rank 0 alone goes under `if rank() == 0` in the body; what it
+    puts into a cache is there when the others look, on each node's own disk as well. The body must
+    hold no collective.
+
+    Raises:
+        RuntimeError: on the ranks that wait, when another rank's body raised (it names that error)
+            or rank 0 ended.
+    """
+    if world_size() == 1:
+        yield
+        return
+    turn, host = f"dschat/turn-{next(_turns)}", socket.gethostname()
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    # A collective would end with the group's timeout. The store, which lives in rank 0, is asked
+    # again and again instead: one long wait would hold the lock that NCCL's watchdog needs too.
+    store = dist.distributed_c10d._get_default_store()
+    if rank() != 0:
+        _wait_for(store, turn, "rank 0" if first_of_host else host, 1)
+    try:
+        yield
+    except BaseException as error:
+        store.set(f"{turn}/failed", f"rank {rank()} failed: {type(error).__name__}: {error}")
+        raise
+    done = ["all", *(["rank 0"] if rank() == 0 else []), *([host] if first_of_host else [])]
+    for name in done:
+        store.add(f"{turn}/{name}", 1)
+    _wait_for(store, turn, "all", world_size())
+
+
+def _wait_for(store: dist.Store, turn: str, name: str, count: int) -> None:
+    """Return when `count` ranks have reported `name`; RuntimeError when one has failed."""
+    try:
+        while store.add(f"{turn}/{name}", 0) < count:
+            if store.check([f"{turn}/failed"]):
+                raise RuntimeError(store.get(f"{turn}/failed").decode())
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            "connection closed by peer: rank 0 ended while the others waited for it"
+        ) from error

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -20,7 +19,7 @@ from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
 from engine.data.schemas import Phase
 from engine.data.templates import install_template
-from engine.distributed import rank, seed_everything, world_size
+from engine.distributed import rank, rank_zero_first, seed_everything, world_size
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for, resolve_model
 from engine.precision import dtype_name, resolve_dtype
 from engine.trainers.report import Report
@@ -96,12 +95,8 @@ class StepContext:
 
         transformers writes weights on rank 0 alone.
         """
-        if rank() != 0:
-            dist.barrier()
-        path = resolve_model(name)
-        if rank() == 0 and world_size() > 1:
-            dist.barrier()
-        return path
+        with rank_zero_first():
+            return resolve_model(name)
 
     def load_tokenizer(self, source: str) -> PreTrainedTokenizerBase:
         """The tokenizer of a model; it carries the dialogue template that the run trains with."""
@@ -126,11 +121,8 @@ class StepContext:
     def build_data(self, tokenizer: PreTrainedTokenizerBase, phase: Phase) -> PhaseData:
         """Tokenised data of a phase: rank 0 builds it, the others find it in the cache."""
         self.report.phase("tokenising")
-        if rank() != 0:
-            dist.barrier()
-        data = build_phase(self.config, tokenizer, phase, note=self.report.phase)
-        if rank() == 0 and world_size() > 1:
-            dist.barrier()
+        with rank_zero_first():
+            data = build_phase(self.config, tokenizer, phase, note=self.report.phase)
         told = {name: count for name, count in data.counts.items() if count}
         counts = ", ".join(f"{name} {count:.3g}" for name, count in told.items())
         self.report.note(

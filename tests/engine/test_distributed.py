@@ -1,0 +1,36 @@
+"""Ranks that wait while one works alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import free_environment
+
+WORKER = Path(__file__).parent / "waiting_worker.py"
+
+
+@pytest.mark.slow
+def test_rank_0_may_work_alone_for_longer_than_a_collective_may_take():
+    environment = free_environment()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = (process.communicate(timeout=200)[0] for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert "works made for rank 0\nworks sum [3.0]" in first, first
+    assert "works made for rank 1\nworks sum [3.0]" in second, second
+    assert "fails OSError: no space for the model\nfails sum [3.0]" in first
+    why = "rank 0 failed: OSError: no space for the model"
+    assert f"fails RuntimeError: {why}\nfails sum [3.0]" in second
+    assert "rank 0 ended while the others waited for it" in second

@@ -1,0 +1,53 @@
+"""One of two ranks whose collectives time out in two seconds, while rank 0 works alone for longer.
+
+Argument: the rank. Prints what this rank met.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from engine.config.schema import RunConfig
+from engine.distributed import process_group, rank, sum_over_ranks
+from engine.trainers import context
+from engine.trainers.context import StepContext
+
+TIMEOUT = 2.0
+
+
+def work_alone(act: str) -> str:
+    """In place of building a model: rank 0 takes longer than a collective may."""
+    if rank() == 0:
+        time.sleep(2 * TIMEOUT)
+        if act == "fails":
+            raise OSError("no space for the model")
+        if act == "dies":
+            os._exit(7)
+    return f"made for rank {rank()}"
+
+
+def main() -> None:
+    """Let rank 0 work, fail and die alone; a sum shows that the ranks are in step after it."""
+    os.environ |= {"RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    context.resolve_model = work_alone
+    step = StepContext(RunConfig(), Path(), "sft", None, None)
+    with process_group():
+        for act in ("works", "fails", "dies"):
+            try:
+                print(act, step.resolve_model(act), flush=True)
+            except (OSError, RuntimeError) as error:
+                print(act, f"{type(error).__name__}: {error}", flush=True)
+                if act == "dies":
+                    os._exit(1)
+            print(act, "sum", sum_over_ranks(rank() + 1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
