@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
@@ -15,11 +16,32 @@ from engine.models.load import load_config, load_weights
 _HEAD_STD = 0.02
 
 
+class ScoreHead(nn.Linear):
+    """The head without bias of a reward model; its product is in fp32 in every dtype.
+
+    A score in bf16 has 8 bits, so many answers would tie. The weight keeps the dtype of its base,
+    since ZeRO-3 refuses mixed ones; its rounding is the same for all answers and makes no ties.
+    """
+
+    @classmethod
+    def of(cls, head: nn.Linear) -> ScoreHead:
+        """A head that holds the weight of `head`, also one that ZeRO-3 has partitioned."""
+        own = cls(head.in_features, head.out_features, bias=False, device="meta")
+        own.weight = head.weight
+        return own
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states of any dtype `(..., hidden)` to fp32 `(..., labels)`."""
+        # Autocast would take both operands back to 16 bits.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float())
+
+
 class RewardModel(nn.Module):
     """A value at every token, and a score at the last one.
 
-    `model` is a plain `AutoModelForSequenceClassification` with one label and a head without bias,
-    which is what gets saved.
+    `model` is an `AutoModelForSequenceClassification` with one label and a head without bias, which
+    is what gets saved.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -75,6 +97,7 @@ class RewardModel(nn.Module):
             )
         if "score.weight" in loading["missing_keys"]:
             _initialize_head(head, seed)
+        model.score = ScoreHead.of(head)
         return cls(model)
 
     @property
@@ -91,7 +114,7 @@ class RewardModel(nn.Module):
             use_cache=False,
             **position_arguments(decoder, attention_mask),
         ).last_hidden_state
-        return self.model.score(hidden).float().squeeze(-1)
+        return self.model.score(hidden).squeeze(-1)
 
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The same as calling the model: fp32 `(batch, seq)`."""
