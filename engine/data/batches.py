@@ -44,19 +44,29 @@ class GlobalBatches:
             raise ValueError("There are no rows to make batches of; check the counts of the data.")
         self.batch_size = min(batch_size, len(self.lengths))
         self.seed = seed
+        self._kept: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         """Batches of one epoch."""
         return len(self.lengths) // self.batch_size
 
-    def epoch(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch (from 0), each a list of row indices."""
-        size = self.batch_size
-        order = shuffled(len(self.lengths), self.seed, epoch)[: len(self) * size]
-        return order.reshape(len(self), size).tolist()
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The batches of an epoch (from 0): row indices, int64 `(batches, batch_size)`.
+
+        The epoch asked for last is kept, so a step costs no sort of the whole data set.
+        """
+        if self._kept is None or self._kept[0] != epoch:
+            order = shuffled(len(self.lengths), self.seed, epoch)[: len(self) * self.batch_size]
+            order.setflags(write=False)
+            self._kept = epoch, order.reshape(len(self), self.batch_size)
+        return self._kept[1]
 
     def local_micro_batches(
-        self, global_batch: list[int], rank: int, ranks: int, micro_batch_size: int | None = None
+        self,
+        global_batch: Sequence[int],
+        rank: int,
+        ranks: int,
+        micro_batch_size: int | None = None,
     ) -> list[list[int]]:
         """One rank's part of a global batch in micro batches; every rank gets as many rows.
 

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class PairTrainer(ABC):
         """What a checkpoint keeps beside the engine."""
         return {"accuracy": self.accuracy, "epoch_losses": self.epoch_losses}
 
-    def train_step(self, step: int, rows: list[int]) -> float:
+    def train_step(self, step: int, rows: Sequence[int]) -> float:
         """One optimizer step on a global batch of pairs; returns the mean loss."""
         config, report = self.context.config, self.context.report
         started = time.perf_counter()

@@ -174,7 +174,7 @@ class PPOTrainer:
                 return False
         return True
 
-    def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
+    def train_step(self, step: int, epoch: int, rows: Sequence[int]) -> None:
         """Answer a global batch of prompts, then update actor and critic on the answers."""
         started = time.perf_counter()
 
@@ -196,7 +196,7 @@ class PPOTrainer:
         times = {"e2e_s": e2e_s, "generate_s": cost.seconds, "train_s": train_s}
         self.report(step, epoch, experience, stats, times, cost)
 
-    def prompt_batches(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def prompt_batches(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """This rank's prompts of a global batch, left padded, a generation batch at a time."""
         size = self.options.generation_batch_size or len(rows) // world_size()
         batches = []

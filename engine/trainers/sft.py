@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -76,7 +77,7 @@ class SFTTrainer:
                 return False
         return True
 
-    def train_step(self, step: int, epoch: int, rows: list[int]) -> None:
+    def train_step(self, step: int, epoch: int, rows: Sequence[int]) -> None:
         """One optimizer step on a global batch of rows."""
         config, report = self.context.config, self.context.report
         started = time.perf_counter()

@@ -12,21 +12,25 @@ from engine.data.order import shuffled
 LENGTHS = np.random.RandomState(0).randint(1, 200, size=1000)
 
 
+def epochs(seed, *numbers):
+    """The batches of some epochs over `LENGTHS`, each a list of lists of row indices."""
+    batches = GlobalBatches(LENGTHS, 32, seed)
+    return [batches.epoch(number).tolist() for number in numbers]
+
+
 def test_an_epoch_uses_every_row_at_most_once_and_epochs_differ():
-    batches = GlobalBatches(LENGTHS, 32, seed=1)
-    first, second = batches.epoch(0), batches.epoch(1)
+    first, second = epochs(1, 0, 1)
     rows = [row for batch in first for row in batch]
     assert len(rows) == len(set(rows)) == 992
     assert all(len(batch) == 32 for batch in first)
-    assert len(batches) == len(first) == 31
+    assert len(GlobalBatches(LENGTHS, 32, seed=1)) == len(first) == 31
     assert first != second
-    assert first == GlobalBatches(LENGTHS, 32, seed=1).epoch(0)
-    assert first != GlobalBatches(LENGTHS, 32, seed=2).epoch(0)
+    assert first == epochs(1, 0)[0]
+    assert first != epochs(2, 0)[0]
 
 
 def test_rows_left_out_change_with_the_epoch():
-    batches = GlobalBatches(LENGTHS, 32, seed=1)
-    left_out = [set(range(1000)) - {r for b in batches.epoch(e) for r in b} for e in range(2)]
+    left_out = [set(range(1000)) - {r for b in epoch for r in b} for epoch in epochs(1, 0, 1)]
     assert left_out[0] != left_out[1]
 
 
@@ -41,10 +45,9 @@ def test_micro_batches_are_grouped_by_length_and_global_batches_are_not():
 
 
 def test_a_position_in_the_data_can_be_resumed():
-    batches = GlobalBatches(LENGTHS, 32, seed=1)
-    again = GlobalBatches(LENGTHS, 32, seed=1)
-    assert [again.epoch(epoch) for epoch in (1, 0)] == [batches.epoch(epoch) for epoch in (1, 0)]
-    assert batches.epoch(0) != batches.epoch(1)
+    first, second = epochs(1, 0, 1)
+    assert epochs(1, 1, 0, 1) == [second, first, second]
+    assert first != second
 
 
 def test_a_set_smaller_than_a_batch_is_one_batch():
@@ -79,6 +82,35 @@ def test_fewer_rows_than_ranks_is_an_error():
     assert [len(batches.local_micro_batches([0, 1, 2], r, 2)[0]) for r in range(2)] == [1, 1]
     with pytest.raises(ValueError, match="3 rows cannot be dealt to 4 ranks"):
         batches.local_micro_batches([0, 1, 2], 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "seed", "epoch", "expected"),
+    [
+        (11, 3, 1, 0, [[1, 6, 10], [7, 4, 5], [9, 0, 8]]),
+        (11, 3, 1, 1, [[7, 0, 1], [3, 9, 4], [8, 2, 6]]),
+        (7, 2, 1234, 5, [[6, 1], [0, 2], [5, 4]]),
+    ],
+)
+def test_batches_are_those_of_runs_made_before(count, size, seed, epoch, expected):
+    # Frozen: a resumed run would see other rows otherwise.
+    batches = GlobalBatches([1] * count, size, seed)
+    assert [list(batch) for batch in batches.epoch(epoch)] == expected
+
+
+def test_an_epoch_is_ordered_once_for_all_its_steps(monkeypatch):
+    ordered = []
+
+    def count_and_shuffle(count, *key):
+        ordered.append(key)
+        return shuffled(count, *key)
+
+    monkeypatch.setattr("engine.data.batches.shuffled", count_and_shuffle)
+    batches = GlobalBatches(LENGTHS, 10, seed=1)
+    for step in range(250):
+        epoch, index = divmod(step, len(batches))
+        assert len(batches.epoch(epoch)[index]) == 10
+    assert ordered == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_the_order_is_a_fixed_permutation():
