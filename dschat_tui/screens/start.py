@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 0.05
 PANELS = ("profiles", "options", "plan", "command")
 # the names of the groups, as dschat_tui.form has them: it takes a moment to load
+# the groups of the schema, whose import would delay the first picture
 GROUP_TABS = ("memory", "speed", "LoRA", "stability", "data", "logging", "all")
 FIRST_PROFILE = "tiny"
 
