@@ -200,12 +200,12 @@ class Form:
                 return value
         return now
 
-    def way_out(self, key: str) -> dict[str, str]:
+    def suggested_fix(self, key: str) -> dict[str, str]:
         """Assignments that make the first forbidden value of an option possible; none: no such."""
         for value, violation in self.obstacles(key):
-            # a mend that takes the value back is no way to it
-            if violation.mend and key not in violation.mend:
-                return {key: value_text(value), **mend_texts(violation.mend)}
+            # a fix that takes the value back does not make it possible
+            if violation.fix and key not in violation.fix:
+                return {key: value_text(value), **fix_texts(violation.fix)}
         return {}
 
     def command(self, output: Path) -> list[str]:
@@ -256,9 +256,9 @@ class Form:
         return differences(whole, RunConfig().model_dump(mode="json"))
 
 
-def mend_texts(mend: Mapping[str, Any]) -> dict[str, str]:
+def fix_texts(fix: Mapping[str, Any]) -> dict[str, str]:
     """The assignments of a rule's way out, or of a plan's change, as texts."""
     return {
         key: str(value).lower() if isinstance(value, bool) else str(value)
-        for key, value in mend.items()
+        for key, value in fix.items()
     }

@@ -445,6 +445,6 @@ def _check_launch(config: RunConfig, run: Path) -> list[str]:
     if gpus is not None and config.launch.num_accelerators > len(gpus):
         reasons.append(
             f"launch.num_accelerators={config.launch.num_accelerators}, but CUDA_VISIBLE_DEVICES "
-            f"allows {len(gpus)}. Way out: launch.num_accelerators={len(gpus)}"
+            f"allows {len(gpus)}. Fix: launch.num_accelerators={len(gpus)}"
         )
     return reasons

@@ -103,12 +103,12 @@ def test_what_a_rule_forbids_is_greyed_with_its_way_out(tiny: Form):
     [(value, violation)] = tiny.obstacles("mixz.enabled")
     assert value is True
     assert violation.id == "mixz-needs-zero3-and-lora"
-    tiny.assign(tiny.way_out("mixz.enabled"))
+    tiny.assign(tiny.suggested_fix("mixz.enabled"))
     assert tiny.config.mixz.enabled
     assert tiny.violations == []
     # now the other way round: what MixZ needs cannot be taken from it
     assert tiny.is_greyed("actor.zero_stage")
-    assert tiny.way_out("actor.zero_stage") == {}
+    assert tiny.suggested_fix("actor.zero_stage") == {}
     assert tiny.next_value("actor.zero_stage", 1) == 3
 
 
