@@ -39,13 +39,13 @@ class Manifest:
     Attributes:
         step: steps that were done.
         ranks: each wrote a part.
-        score: higher is better; nan where nothing was measured.
+        score: higher is better; None where nothing was measured.
         size: bytes on disk.
     """
 
     step: int
     ranks: int
-    score: float
+    score: float | None
     size: int
 
 
@@ -102,13 +102,15 @@ class Checkpoints:
         self._report.note(f"resumed after step {manifest.step}")
         return {**own, "step": manifest.step}
 
-    def after_step(self, step: int, state: Callable[[], dict[str, Any]], score: float) -> bool:
+    def after_step(
+        self, step: int, state: Callable[[], dict[str, Any]], score: float | None
+    ) -> bool:
         """Write a checkpoint if one is due or a stop was asked for.
 
         Args:
             step: steps done so far.
             state: what the trainer needs beside its engines; tensors and plain values.
-            score: of the model now, higher is better; nan if nothing was measured.
+            score: of the model now, higher is better; None if nothing was measured.
 
         Returns:
             whether the step must stop now.
@@ -135,7 +137,7 @@ class Checkpoints:
         asked = rank() == 0 and self._stop_request.exists()
         return max_over_ranks(float(asked)) > 0
 
-    def _save(self, step: int, state: dict[str, Any], score: float) -> None:
+    def _save(self, step: int, state: dict[str, Any], score: float | None) -> None:
         started = time.perf_counter()
         temporary = self._folder / f".{checkpoint_name(step)}.new"
         while not self._write(temporary, state):
@@ -205,11 +207,15 @@ class Checkpoints:
     def _rotate(self) -> None:
         """Remove all but the newest and the best."""
         found = self.whole()
-        scored = [item for item in found if not math.isnan(item[1].score)]
-        best = max(scored, key=lambda item: item[1].score, default=None)
-        for item in found[: -self._keep_last]:
-            if item is not best:
-                shutil.rmtree(item[0], ignore_errors=True)
+        scores = {
+            folder: manifest.score
+            for folder, manifest in found
+            if manifest.score is not None and not math.isnan(manifest.score)
+        }
+        best = max(scores, key=scores.__getitem__, default=None)
+        for folder, _ in found[: -self._keep_last]:
+            if folder != best:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _barrier() -> None:

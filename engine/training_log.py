@@ -184,8 +184,8 @@ _EVALUATING = re.compile(
 )
 
 
-def perplexity(perplexity: float, loss: float) -> str:
-    """Result of an SFT evaluation, after its header."""
+def perplexity(perplexity: float | None, loss: float | None) -> str:
+    """Result of an SFT evaluation, after its header; None where no row was held out."""
     return f"ppl: {_number_text(perplexity)}, loss: {_number_text(loss)}"
 
 
@@ -226,8 +226,8 @@ _THROUGHPUT = re.compile(
 )
 
 
-def reward_scores(chosen: float, rejected: float, accuracy: float) -> str:
-    """Result of a reward evaluation, after its header."""
+def reward_scores(chosen: float | None, rejected: float | None, accuracy: float | None) -> str:
+    """Result of a reward evaluation, after its header; None where no pair was held out."""
     return (
         f"chosen_last_scores (higher is better) : {_number_text(chosen)}, "
         f"rejected_last_scores (lower is better) : {_number_text(rejected)}, "
@@ -242,11 +242,14 @@ _REWARD_SCORES = _Form(
 )
 
 
-def reward_scores_at(step: int, chosen: float, rejected: float, accuracy: float) -> str:
+def reward_scores_at(
+    step: int, chosen: float | None, rejected: float | None, accuracy: float | None
+) -> str:
     """Result of a reward evaluation in the middle of an epoch, at an optimizer step."""
+    margin = None if chosen is None or rejected is None else chosen - rejected
     return (
         f"Iter {step}: c_scores: {_number_text(chosen)}, r_scores: {_number_text(rejected)}, "
-        f"diff: {_number_text(chosen - rejected)}, acc: {_number_text(accuracy)}"
+        f"diff: {_number_text(margin)}, acc: {_number_text(accuracy)}"
     )
 
 
@@ -264,8 +267,8 @@ def epoch_loss(epoch: int, epochs: int, loss: float) -> str:
 _EPOCH_LOSS = _Form(rf"Epoch {_count('epoch')}/[0-9]+ with loss {_last_number('loss')}")
 
 
-def dpo_scores(chosen: float, rejected: float, loss: float) -> str:
-    """Result of a DPO evaluation, after its header."""
+def dpo_scores(chosen: float | None, rejected: float | None, loss: float | None) -> str:
+    """Result of a DPO evaluation, after its header; None where no pair was held out."""
     return (
         f"chosen: {_number_text(chosen)}, rejected: {_number_text(rejected)}, "
         f"loss: {_number_text(loss)}"
@@ -438,10 +441,11 @@ def step_finished(model: str) -> str:
 
 # what a line of ours or theirs may begin with, to part the lines that ranks tore into one
 _HEADS = re.compile(
-    r"(?<!PPO )Epoch: [0-9]|Epoch [0-9]+/|epoch: [0-9]+\||Iter [0-9]+: c_|ppl: [-+0-9n]"
-    r"|End-to-End => |Generation => |Training   => |(?<!Actor )(?<!Critic )Model Parameters: "
-    r"|Actor Model Parameters => |[Aa]verage reward score: |-{85}|\|E2E latency=|\*{5} [ER]"
-    r"|Beginning of Epoch |chosen_last_scores |chosen: [-+0-9n]|\[20[0-9]{2}-|\[deepspeed\] "
+    r"(?<!PPO )Epoch: [0-9]|Epoch [0-9]+/|epoch: [0-9]+\||Iter [0-9]+: c_"
+    r"|(?:ppl|chosen): (?:[-+0-9]|nan|inf|NA)|End-to-End => |Generation => |Training   => "
+    r"|(?<!Actor )(?<!Critic )Model Parameters: |Actor Model Parameters => "
+    r"|[Aa]verage reward score: |-{85}|\|E2E latency=|\*{5} [ER]"
+    r"|Beginning of Epoch |chosen_last_scores |\[20[0-9]{2}-|\[deepspeed\] "
     r"|\[launch\.py:|(?:Metrics|Phase|Note|Warning|Step finished) => |Traceback \(most"
 )
 # one of these is in every head: much faster to look for than the pattern

@@ -8,7 +8,7 @@ from typing import Any
 
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.points import Gatherer, NotFinite
-from dschat_tui.logs.quantities import title
+from dschat_tui.logs.quantities import NOT_MEASURED, title
 from dschat_tui.logs.records import LINES_PER_MARK, Event, Status, Update
 from engine import training_log
 
@@ -139,8 +139,7 @@ class LogParser:
         elif kind == "loss":
             self._read_loss(record)
         elif kind == "eval":
-            told = f"perplexity {record['ppl']:.4g}" if record.get("ppl") is not None else ""
-            self._event_of_epoch(record, told)
+            self._event_of_epoch(record, f"perplexity {_measured(record['ppl'])}")
             self._add("ppl", record.get("ppl"), self._step + 1, record)
             self._add("eval_loss", record.get("loss"), self._step + 1, record)
         elif kind == "reward_eval":
@@ -244,8 +243,8 @@ class LogParser:
             self._add(name, value, step, record)
         if chosen is not None and rejected is not None:
             self._add("eval_margin", chosen - rejected, step, record)
-        if record.get("epoch") is not None:
-            self._event_of_epoch(record, "" if accuracy is None else f"accuracy {accuracy:.4g}")
+        if accuracy is not None or chosen is None:  # the original's DPO has rewards alone
+            self._event_of_epoch(record, f"accuracy {_measured(accuracy)}")
 
     def _read_optimizer(self, record: dict[str, Any]) -> None:
         if not self._is_own and record["lr"]:
@@ -290,6 +289,10 @@ def _add_other(record: dict[str, Any]) -> None:
     whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
     if whole is not None and generate is not None and train is not None:
         record["other_s"] = max(whole - generate - train, 0.0)
+
+
+def _measured(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{value:.4g}"
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

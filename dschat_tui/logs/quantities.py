@@ -114,6 +114,8 @@ _TABLE = (
     Quantity("memory_gb", "memory", "GB", "Device memory.", "steady, below the device's"),
 )
 
+NOT_MEASURED = "not measured"
+
 QUANTITIES = {quantity.name: quantity for quantity in _TABLE}
 
 

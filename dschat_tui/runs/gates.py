@@ -7,6 +7,7 @@ reason (`accepted`).
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -97,15 +98,12 @@ def told(record: Record) -> str:
     """What a gate's record says, as one line for a person."""
     gate = _BY_KEY[record["gate"]]
     step = next(step for step in STEPS if step.name == record["step"])
-    reading = record["reading"]
-    if reading is None:
-        return f"step {step.number} ({step.title}) told no {gate.title} to hold against {gate.key}"
+    head, reading = f"step {step.number} ({step.title}): {gate.title}", record["reading"]
+    if not isinstance(reading, (int, float)) or math.isnan(reading):
+        found = "was not measured" if reading is None else f"is {reading}"
+        return f"{head} {found}, so {gate.key} is not reached"
     side = "above" if gate.is_upper else "below"
-    number = f"{reading:.4g}" if isinstance(reading, float) else str(reading)
-    return (
-        f"step {step.number} ({step.title}): {gate.title} {number} is {side} "
-        f"{record['threshold']:g} ({gate.key})"
-    )
+    return f"{head} {reading:.4g} is {side} {record['threshold']:g} ({gate.key})"
 
 
 def told_whole(record: Record) -> str:

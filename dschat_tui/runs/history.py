@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui import tables
+from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import FAILED, STEPS, RunFolder
+from dschat_tui.runs.results import was_evaluated
 from engine.config import ConfigError, read_yaml
 
 # the final metric that a list has room for, by step, and what it is called there
@@ -69,9 +71,11 @@ def _result(state: Mapping[str, Any]) -> str:
     for step in STEPS:
         record = state["steps"].get(step.name, {})
         title, metric = FINAL[step.name]
-        value = record.get("metrics", {}).get(metric)
-        if value is not None:
-            parts.append(f"{title} {_short(value)}")
+        metrics = record.get("metrics", {})
+        if metrics.get(metric) is not None:
+            parts.append(f"{title} {_short(metrics[metric])}")
+        elif was_evaluated(metrics):
+            parts.append(f"{title} {NOT_MEASURED}")
         if record.get("state") == FAILED and record.get("cause"):
             parts.append(f"{record['cause']['id']}: {record['cause']['line']}")
     return ", ".join(parts)

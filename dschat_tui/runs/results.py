@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dschat_tui.logs.quantities import NOT_MEASURED
+
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 
@@ -49,11 +51,12 @@ def final_metrics(step: str, step_folder: Path) -> Record:
 def summary_text(step: str, metrics: Record) -> str:
     """The final numbers of a step as one line for a person."""
     if step == "sft":
-        return _arrow("perplexity", metrics, "ppl_before", "ppl_after")
+        told = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
+        return told or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
     if step in ("reward", "dpo"):
         accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
         if accuracy is None:
-            return ""
+            return f"accuracy {NOT_MEASURED}" if was_evaluated(metrics) else ""
         pairs = f" on {metrics['pairs']} pairs" if "pairs" in metrics else ""
         return f"accuracy {_number(accuracy)}{pairs}, margin {_number(margin)}"
     parts = [
@@ -61,6 +64,14 @@ def summary_text(step: str, metrics: Record) -> str:
         _arrow("KL", metrics, "kl_first", "kl_last"),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def was_evaluated(metrics: Record) -> bool:
+    """Whether a number that is missing among a step's final ones was looked for in vain.
+
+    Steps 1 and 2 are evaluated before they train.
+    """
+    return bool(metrics.get("steps"))
 
 
 def _first_and_last(records: list[Record], key: str, first: str, last: str) -> Record:

@@ -1,4 +1,4 @@
-"""The exponential moving average of the actor's weights."""
+"""Means over counts that may be 0, and the exponential moving average of the actor's weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def mean(total: float, count: float) -> float | None:
+    """`total / count`; None where nothing was counted, as then nothing was measured."""
+    return total / count if count else None
 
 
 @torch.no_grad()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from engine.algorithms.log_probs import token_log_probs
 
 IGNORED_LABEL = -100
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a mean loss per token; infinity beyond a float, None where the loss is."""
+    if loss is None:
+        return None
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

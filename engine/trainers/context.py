@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +131,27 @@ class StepContext:
         )
         return data
 
-    def eval_batches(self, rows: int, batch_size: int) -> list[list[int]]:
-        """This rank's batches of row numbers, as many on every rank: ZeRO-3 needs all in step.
+    def warn_if_nothing_is_held_out(self, data: PhaseData, measured: str) -> None:
+        """Say that `measured`, a mean over the held-out rows, will have no value."""
+        if not len(data.eval):
+            self.report.warning(
+                f"no held-out row is left to evaluate, so {measured} is not measured and no gate "
+                "on it is reached; hold out more rows (data.eval_share), or raise the step's "
+                "max_length if they are too long"
+            )
 
-        Rows that do not fill the last round are left out, fewer than the number of ranks.
+    def eval_batches(self, rows: int, batch_size: int) -> list[tuple[list[int], bool]]:
+        """This rank's batches of row numbers, each with whether its results count.
+
+        Each row is in one batch that counts, on one rank. Under ZeRO-3 all ranks gather the
+        parameters together, so a rank with fewer batches computes the first row once more.
         """
-        own = list(range(rank(), rows - rows % world_size(), world_size()))
-        return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+        own = range(rank(), rows, world_size())
+        starts = range(0, len(own), batch_size)
+        batches = [(list(own[start : start + batch_size]), True) for start in starts]
+        # Rank 0 has the most rows.
+        most = math.ceil(math.ceil(rows / world_size()) / batch_size)
+        return batches + [([0], False)] * (most - len(batches))
 
     def checkpoints(self, engines: Mapping[str, DeepSpeedEngine]) -> Checkpoints:
         """The checkpoints of this step's engines."""

@@ -14,7 +14,7 @@ from engine.data.batches import LabelledPairCollator
 from engine.distributed import device
 from engine.planning.flops import forward_flops, training_flops
 from engine.trainers.context import StepContext
-from engine.trainers.pairs import PairTrainer
+from engine.trainers.pairs import MeanScores, PairTrainer
 from engine.trainers.setup import reference_engine, reference_of
 
 
@@ -62,7 +62,7 @@ class DPOTrainer(PairTrainer):
         return training + forward_flops(self.shape, rows, seq)
 
     def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: tuple[float, float], loss: float
+        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
     ) -> None:
         """Write rewards and loss into the log, as the original does, and the accuracy."""
         report = self.context.report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine import training_log
+from engine.algorithms.averages import mean
 from engine.config.deepspeed import Role
 from engine.config.schema import PretrainingStyleStep, RoleConfig
 from engine.data.batches import GlobalBatches, row_lengths
@@ -27,6 +27,8 @@ from engine.trainers.setup import trained_model
 from engine.trainers.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
+# Of chosen and of rejected answers; None where no pair was evaluated.
+MeanScores = tuple[float | None, float | None]
 
 
 class PairTrainer(ABC):
@@ -51,6 +53,7 @@ class PairTrainer(ABC):
         # 1. The tokenizer and the data.
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "reward")
+        context.warn_if_nothing_is_held_out(self.data, "accuracy")
         self.collate = collator(self.tokenizer.pad_token_id)
         lengths = row_lengths(self.data.train, "chosen_ids", "rejected_ids")
         self.batches = GlobalBatches(lengths, options.batch_size, context.config.seed)
@@ -61,7 +64,7 @@ class PairTrainer(ABC):
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
         self.checkpoints = context.checkpoints({context.step: self.engine})
         self.watchdog = Watchdog(context.report, {role: self.engine})
-        self.accuracy = math.nan
+        self.accuracy: float | None = None
         self.epoch_losses: list[float] = []
 
     @abstractmethod
@@ -78,9 +81,9 @@ class PairTrainer(ABC):
 
     @abstractmethod
     def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: tuple[float, float], loss: float
+        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
     ) -> None:
-        """Write the result of an evaluation into the log; `scores` of chosen and rejected."""
+        """Write the result of an evaluation into the log."""
 
     def train(self) -> bool:
         """Run all optimizer steps, with evaluations before, between and after epochs.
@@ -105,8 +108,8 @@ class PairTrainer(ABC):
             self.epoch_losses.append(self.train_step(step, self.batches.epoch(epoch)[index]))
             last = index + 1 == per_epoch or step + 1 == self.total_steps
             if last:
-                mean = sum(self.epoch_losses) / len(self.epoch_losses)
-                report.line(training_log.epoch_loss(epoch + 1, options.epochs, mean))
+                loss = sum(self.epoch_losses) / len(self.epoch_losses)
+                report.line(training_log.epoch_loss(epoch + 1, options.epochs, loss))
             if last or (options.eval_interval and (step + 1) % options.eval_interval == 0):
                 self.evaluate(epoch + 1, step, in_epoch=not last)
             if self.checkpoints.after_step(step + 1, self.state, self.accuracy):
@@ -174,7 +177,9 @@ class PairTrainer(ABC):
 
     @torch.no_grad()
     def evaluate(self, epoch: int, step: int, in_epoch: bool = False) -> None:
-        """Accuracy on the held-out pairs over all ranks.
+        """Accuracy, scores and loss on the held-out pairs over all ranks.
+
+        None, "NA" in the log, where no pair is held out.
 
         Args:
             epoch: from 1; 0 before training.
@@ -184,13 +189,16 @@ class PairTrainer(ABC):
         report = self.context.report
         self.engine.eval()
         sums = torch.zeros(4, dtype=torch.float64)
-        pairs_of, correct_of = Counter[str](), Counter[str]()
-        for rows in self.context.eval_batches(len(self.data.eval), self.options.eval_batch_size):
+        pairs_of, correct_of = Counter[str | None](), Counter[str | None]()
+        batches = self.context.eval_batches(len(self.data.eval), self.options.eval_batch_size)
+        for rows, is_counted in batches:
             pairs = [self.data.eval[row] for row in rows]
             loss, chosen, rejected = self.loss(self.collate(pairs))
+            if not is_counted:
+                continue
             correct = chosen > rejected
             sums += torch.stack([loss, correct.sum(), chosen.sum(), rejected.sum()]).cpu()
-            kinds = [pair.get("kind") or "pair" for pair in pairs]
+            kinds = [pair["kind"] for pair in pairs]
             pairs_of.update(kinds)
             correct_of.update(
                 kind for kind, right in zip(kinds, correct.tolist(), strict=True) if right
@@ -198,7 +206,7 @@ class PairTrainer(ABC):
         self.engine.train()
         *sums_everywhere, count = sum_over_ranks(*sums.tolist(), pairs_of.total())
         loss_mean, self.accuracy, chosen_mean, rejected_mean = (
-            total / max(1.0, count) for total in sums_everywhere
+            mean(total, count) for total in sums_everywhere
         )
         self.tell_evaluation(epoch, step, in_epoch, (chosen_mean, rejected_mean), loss_mean)
         report.record(
@@ -213,8 +221,7 @@ class PairTrainer(ABC):
                 "pairs": int(count),
             }
         )
-        kinds = sorted(set(self.data.eval["kind"])) if "kind" in self.data.eval.column_names else []
-        for kind in kinds:
+        for kind in sorted(set(self.data.eval["kind"]) - {None}):
             right, of = sum_over_ranks(correct_of[kind], pairs_of[kind])
             report.note(f"held-out pairs of kind {kind}: {right:.0f} of {of:.0f} right")
 

@@ -13,7 +13,7 @@ from engine.models.load import resize_for
 from engine.models.reward import RewardModel
 from engine.planning.flops import training_flops
 from engine.trainers.context import StepContext
-from engine.trainers.pairs import PairTrainer
+from engine.trainers.pairs import MeanScores, PairTrainer
 
 
 class RewardTrainer(PairTrainer):
@@ -67,7 +67,7 @@ class RewardTrainer(PairTrainer):
         )
 
     def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: tuple[float, float], loss: float
+        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
     ) -> None:
         """Write scores and accuracy into the log, as the original does."""
         report = self.context.report

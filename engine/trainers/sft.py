@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -10,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import training_log
-from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss
+from engine.algorithms.averages import mean
+from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss, perplexity
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.adapters import save_adapters
@@ -33,6 +33,7 @@ class SFTTrainer:
         self.source = source = context.resolve_model(config.models.actor)
         self.tokenizer = context.load_tokenizer(source)
         self.data = context.build_data(self.tokenizer, "sft")
+        context.warn_if_nothing_is_held_out(self.data, "perplexity")
         self.collate = SftCollator(self.tokenizer.pad_token_id)
         lengths = row_lengths(self.data.train, "input_ids")
         self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
@@ -46,7 +47,7 @@ class SFTTrainer:
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
         self.checkpoints = context.checkpoints({"sft": self.engine})
         self.watchdog = Watchdog(context.report, {"actor": self.engine})
-        self.perplexity = math.nan
+        self.perplexity: float | None = None
 
     def train(self) -> bool:
         """Run all optimizer steps, with evaluations before, between and after epochs.
@@ -59,7 +60,7 @@ class SFTTrainer:
         options, report = self.context.config.sft, self.context.report
         per_epoch = len(self.batches)
         report.line(training_log.running_training())
-        resumed = self.checkpoints.resume() or {"step": 0, "perplexity": math.nan}
+        resumed = self.checkpoints.resume() or {"step": 0, "perplexity": None}
         self.perplexity = resumed["perplexity"]
         if resumed["step"] == 0:
             self.evaluate(epoch=0, step=-1)
@@ -71,8 +72,9 @@ class SFTTrainer:
             between = options.eval_interval and (step + 1) % options.eval_interval == 0
             if between or index + 1 == per_epoch or step + 1 == self.total_steps:
                 self.evaluate(epoch + 1, step)
+            score = None if self.perplexity is None else -self.perplexity
             if self.checkpoints.after_step(
-                step + 1, lambda: {"perplexity": self.perplexity}, -self.perplexity
+                step + 1, lambda: {"perplexity": self.perplexity}, score
             ):
                 return False
         return True
@@ -155,6 +157,8 @@ class SFTTrainer:
     def evaluate(self, epoch: int, step: int) -> None:
         """Perplexity over the trained tokens of the held-out rows, over all ranks.
 
+        None, "NA" in the log, where no row is held out.
+
         Args:
             epoch: from 1; 0 before training.
             step: the last optimizer step done, from 0; -1 before training.
@@ -162,15 +166,17 @@ class SFTTrainer:
         options, report = self.context.config.sft, self.context.report
         self.engine.eval()
         loss_sum, tokens = 0.0, 0.0
-        for rows in self.context.eval_batches(len(self.data.eval), options.eval_batch_size):
+        for rows, is_counted in self.context.eval_batches(
+            len(self.data.eval), options.eval_batch_size
+        ):
             batch = self.collate([self.data.eval[row] for row in rows])
             batch_loss, batch_tokens = self.loss(batch)
-            loss_sum += float(batch_loss)
-            tokens += float(batch_tokens)
+            if is_counted:
+                loss_sum += float(batch_loss)
+                tokens += float(batch_tokens)
         self.engine.train()
-        loss_sum, tokens = sum_over_ranks(loss_sum, tokens)
-        loss = loss_sum / max(1.0, tokens)
-        self.perplexity = math.exp(loss) if loss < 700 else math.inf
+        loss = mean(*sum_over_ranks(loss_sum, tokens))
+        self.perplexity = perplexity(loss)
         report.line(training_log.evaluating("perplexity", epoch, options.epochs))
         report.line(training_log.perplexity(self.perplexity, loss))
         report.record(

@@ -85,7 +85,9 @@ def test_each_gate_of_step_2_is_held_against_its_own_reading(
 @pytest.mark.parametrize("metrics", [{}, {"ppl_after": "nan"}, {"ppl_after": math.nan}])
 def test_a_gate_without_a_usable_reading_is_missed(metrics: dict):
     (record,) = gates.missed(gated(sft_perplexity=2.0), "sft", metrics)
-    assert "gates.sft_perplexity" in gates.told(record)
+    told = gates.told(record)
+    assert "gates.sft_perplexity" in told
+    assert ("is nan" if metrics else "was not measured") in told
 
 
 def test_without_thresholds_nothing_is_missed():

@@ -164,6 +164,20 @@ def test_nan_is_kept_and_told_once_with_its_step() -> None:
     assert "step 2" in told[0].text
 
 
+def test_an_evaluation_without_rows_is_an_event_and_no_point() -> None:
+    for what, result, told in (
+        ("perplexity", training_log.perplexity(None, None), "perplexity not measured"),
+        ("reward", training_log.reward_scores(None, None, None), "accuracy not measured"),
+        ("rewards", training_log.dpo_scores(None, None, None), "accuracy not measured"),
+    ):
+        model = model_of(training_log.evaluating(what, 0, 1), result)
+        assert [event.text for event in model.events] == [f"before training: {told}"]
+        assert all(len(series) == 0 for series in model.series.values())
+    # the original's DPO tells no accuracy, and rewards all the same
+    model = model_of(training_log.evaluating("rewards", 0, 1), training_log.dpo_scores(1, 0, 0.3))
+    assert list(model.events) == []
+
+
 def test_events_lead_to_their_lines() -> None:
     lines = [
         training_log.phase("tokenising", 5),

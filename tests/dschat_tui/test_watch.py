@@ -15,8 +15,10 @@ import time
 import pytest
 
 from dschat_tui.runs import control, results, watch
-from dschat_tui.runs.folder import STEPS
+from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.history import history
 from engine import training_log
+from engine.config import RunConfig, to_yaml
 
 SFT, REWARD, PPO = STEPS[:3]
 
@@ -89,6 +91,26 @@ def test_final_metrics_survive_nan_torn_lines_and_absence(tmp_path):
     assert metrics["chosen"] == "nan"
     assert "margin" not in metrics
     json.dumps(metrics, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("step", "record", "told"),
+    [
+        ("sft", {"kind": "eval", "ppl": None}, "perplexity not measured"),
+        ("reward", {"kind": "reward_eval", "accuracy": None, "pairs": 0}, "accuracy not measured"),
+    ],
+)
+def test_a_result_over_no_rows_is_not_measured(tmp_path, step, record, told):
+    assert results.summary_text(step, results.final_metrics(step, tmp_path)) == ""
+    write_metrics(tmp_path, [record, {"kind": "metrics", "step": 0, "loss": 1.0}, record])
+    metrics = results.final_metrics(step, tmp_path)
+    assert results.summary_text(step, metrics) == told
+    run = RunFolder(tmp_path / "runs" / "run")
+    state = run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
+    state["steps"][step] |= {"state": "done", "metrics": metrics}
+    run.write_state(state)
+    (past,) = history(tmp_path / "runs")
+    assert past.result == told
 
 
 def test_a_run_that_succeeds_ends_with_summary_and_the_line_that_opens_the_chat(fake_run, capsys):

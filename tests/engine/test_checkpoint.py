@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def test_the_newest_and_the_best_are_kept(fresh):
     options = ("checkpoint.interval=1", "checkpoint.keep_last=1", "sft.max_steps=4")
     trainer = SFTTrainer(StepContext.create(configuration(*options), folder, "sft"))
     checkpoints = trainer.checkpoints
-    for step, score in enumerate((0.1, 0.9, 0.5, 0.3), start=1):
+    for step, score in enumerate((None, 0.1, 0.9, math.nan, 0.5, None), start=1):
         checkpoints.after_step(step, trainer_state, score)
-    assert [manifest.step for _, manifest in checkpoints.whole()] == [2, 4]
+    assert [manifest.step for _, manifest in checkpoints.whole()] == [3, 6]
 
 
 def trainer_state() -> dict:

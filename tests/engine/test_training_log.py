@@ -322,6 +322,24 @@ def test_dpo() -> None:
     ]
 
 
+def test_what_was_not_measured_is_read_back_as_such() -> None:
+    for what, line, names in (
+        ("perplexity", log.perplexity(None, None), {"ppl", "loss"}),
+        ("reward", log.reward_scores(None, None, None), {"chosen", "accuracy"}),
+        ("rewards", log.dpo_scores(None, None, None), {"chosen", "rejected", "loss"}),
+    ):
+        header = log.evaluating(what, 1, 2)
+        # also where another rank's line tore into it
+        for before in ("", log.step_loss(0, 3, 0, 1.5)):
+            document = read(header, before + line)
+            (record,) = (r for r in document["records"] if r["kind"] != "loss")
+            assert names <= record.keys()
+            assert {record[name] for name in names} == {None}
+            assert '"nan"' not in log.to_json(document)
+    (record,) = read(log.reward_scores_at(7, None, None, None))["records"]
+    assert (record["step"], record["chosen"], record["accuracy"]) == (7, None, None)
+
+
 def test_optimizer_lines_of_ppo_are_the_actors_then_the_critics() -> None:
     document = read(
         "***** Running training (total_iters=9) *****",
