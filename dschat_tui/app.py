@@ -10,13 +10,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from textual import events
 from textual.app import App
 from textual.screen import Screen
 
-from dschat_tui import keys
+from dschat_tui import hangup, keys
 from dschat_tui.logs.source import Source, SourceError, find_source
 from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.dialogs import Question
@@ -27,8 +28,9 @@ from dschat_tui.screens.start import StartScreen
 from dschat_tui.widgets.rows import row_text
 
 EXIT_REFUSED = 2
-# what shells give for a process that a signal ended
-EXIT_OF_SIGNAL = {signal.SIGTERM: 143, signal.SIGHUP: 129}
+LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# a chat's process gets two of these to end
+LEAVE_SECONDS = 5.0
 ONCE_SECONDS = 120.0
 ONCE_POLL_SECONDS = 0.02
 
@@ -61,12 +63,11 @@ class Dashboard(App[None]):
         # what comes once the app is left
         self.leads_to = leads_to
         self.set_class(ascii_only, "-ascii")
+        self._running_loop: asyncio.AbstractEventLoop | None = None
 
     def on_mount(self) -> None:
-        """Open the first screen; end in an orderly way when told to from outside."""
-        loop = asyncio.get_running_loop()
-        for number, code in EXIT_OF_SIGNAL.items():
-            loop.add_signal_handler(number, self.leave_by_signal, code)
+        """Open the first screen."""
+        self._running_loop = asyncio.get_running_loop()
         if self.sweep_folder is not None:
             self.open_sweep(self.sweep_folder)
         elif self.source is not None:
@@ -76,9 +77,14 @@ class Dashboard(App[None]):
         else:
             self.action_show_start()
 
-    def leave_by_signal(self, code: int) -> None:
-        """Give the terminal back and exit with the code of the signal."""
-        self.exit(return_code=code)
+    def leave_by_signal(self, number: int, frame: FrameType | None) -> None:
+        """Exit with the code that shells give for a signal, also where the app is stuck."""
+        code = 128 + number
+        if self._running_loop is None:
+            hangup.end(code)
+            return
+        hangup.end_after(LEAVE_SECONDS, code)
+        self._running_loop.call_soon_threadsafe(self.exit, None, code)
 
     def open_run(self, source: Source) -> None:
         """Show a run or a log."""
@@ -176,8 +182,14 @@ def has_terminal() -> bool:
 
 
 def show(app: Dashboard) -> int:
-    """Run the app until it is left; the exit code."""
-    app.run()
+    """Run the app until it is left, or its terminal is lost; the exit code."""
+    hangup.watch_terminal()
+    before = {number: signal.signal(number, app.leave_by_signal) for number in LEAVING_SIGNALS}
+    try:
+        app.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return app.return_code or 0
 
 

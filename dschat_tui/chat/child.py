@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dschat_tui import hangup
 from dschat_tui.runs.launch import FOREIGN_VARIABLES
 
 # One event is a line, and an answer as long as any model's context fits into this.
@@ -66,6 +67,7 @@ class Child:
             limit=LONGEST_LINE,
         )
         self._process = process
+        hangup.dependents.add(process.pid)
         if self._ended:
             await self.end()
         for line in self._unsent:
@@ -75,7 +77,9 @@ class Child:
         await asyncio.gather(
             self._read(process.stdout, self._take_event), self._read(process.stderr, self.on_note)
         )
-        return await process.wait()
+        code = await process.wait()
+        hangup.dependents.discard(process.pid)
+        return code
 
     def send(self, text: str) -> None:
         """Send what a person typed: a question of one line or several, or a command."""
@@ -104,6 +108,7 @@ class Child:
         except asyncio.TimeoutError:
             self._signal(signal.SIGKILL)
             await process.wait()
+        hangup.dependents.discard(process.pid)
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

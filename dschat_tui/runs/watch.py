@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_tui import tables
+from dschat_tui import hangup, tables
 from dschat_tui.logs.follow import Follower
 from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
@@ -226,6 +226,9 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
     On a terminal Ctrl-C asks whether to detach or to stop.
     """
     watched = Watch(run, supervisor)
+    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    if on_terminal:
+        hangup.watch_terminal()
 
     def note(number: int, frame: object) -> None:
         watched.interrupts += 1
@@ -240,7 +243,6 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
                 with pause():
                     return _ask(watched)
 
-            on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
             outcome = watched.follow(show, ask if on_terminal else None)
     finally:
         for number, handler in before.items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dschat_tui import hangup
 from dschat_tui.screens.start_rows import Need
 
 if TYPE_CHECKING:
@@ -116,11 +118,16 @@ def output_of(command: list[str], is_cancelled: Callable[[], bool]) -> list[str]
         text=True,
         errors="replace",
         env={name: value for name, value in os.environ.items() if not name.startswith("TEXTUAL")},
+        start_new_session=True,
     )
+    hangup.dependents.add(process.pid)
     while True:
         try:
             # what was read before a timeout is kept
-            return process.communicate(timeout=POLL_SECONDS)[0].splitlines()
+            lines = process.communicate(timeout=POLL_SECONDS)[0].splitlines()
         except subprocess.TimeoutExpired:
             if is_cancelled():
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
+            continue
+        hangup.dependents.discard(process.pid)
+        return lines

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -14,8 +16,10 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dschat_tui.runs import control
@@ -28,21 +32,26 @@ SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
 
 
 class Terminal:
-    """A program on a pseudo-terminal of its own."""
+    """A program on a pseudo-terminal of its own, which controls it; `shell` may run it."""
 
-    def __init__(self, *arguments: str, size: tuple[int, int] = (24, 80), **variables: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        size: tuple[int, int] = (24, 80),
+        shell: tuple[str, ...] = (),
+        **variables: str,
+    ) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
         self.columns = size[1]
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            ["setsid", "--ctty", *shell, sys.executable, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             env={**os.environ, "TERM": "xterm-256color", **variables},
-            start_new_session=True,
         )
         self.seen = b""
 
@@ -66,8 +75,7 @@ class Terminal:
         """The text of a whole picture, which another width makes the program draw."""
         self.columns = 161 - self.columns % 2
         self.seen = b""
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, self.columns, 0, 0))
-        self.process.send_signal(signal.SIGWINCH)
+        self.resize(50, self.columns)
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             self.read()
@@ -77,6 +85,15 @@ class Terminal:
         """Send keys; what was written before counts no more."""
         self.seen = b""
         os.write(self.master, keys.encode())
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Give it another size, of which its programs are told."""
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def hang_up(self) -> None:
+        """Close it, as a dropped connection does."""
+        os.close(self.master)
+        os.close(self.slave)
 
     def exit_code(self) -> int:
         """Read until the program has ended."""
@@ -134,6 +151,136 @@ def test_a_signal_leaves_the_terminal_sane(
     shown.process.send_signal(number)
     assert shown.exit_code() == code
     assert shown.is_restored()
+
+
+# what `dschat run --dashboard` does once the run is started, with a chat that answers at once
+IN_DASHBOARD = """
+import subprocess, sys
+from pathlib import Path
+from dschat_tui.commands import chat, run
+from dschat_tui.runs.folder import RunFolder
+
+chat.chat = lambda path: print("talks with", path)
+nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+process = subprocess.Popen(sys.argv[2:], start_new_session=True, **nothing)
+sys.exit(run.in_dashboard(RunFolder(Path(sys.argv[1])), process))
+"""
+
+# A shell that keeps a hang-up to itself, as some wrappers of logins do: no signal reaches programs.
+DEAF_SHELL = ("sh", "-c", "trap '' HUP; \"$@\"; :", "sh")
+# the environment variable by which the processes of one terminal are found
+MARK = "DSCHAT_TEST_TERMINAL"
+# the chat screen with a model that loads for ever and ends neither on SIGTERM nor on end of input
+IN_CHAT = """
+import sys
+from pathlib import Path
+from dschat_tui import app
+from dschat_tui.screens.chat import ChatScreen
+
+HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+class Talking(app.Dashboard):
+    def action_show_start(self):
+        command = [sys.executable, "-c", HANGS]
+        self.push_screen(ChatScreen({"sft": "model"}, lambda folder: command))
+
+sys.exit(app.show(Talking(runs=Path("nowhere"))))
+"""
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that were started on a terminal, and those that they started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_marked = process.environ().get(MARK) == mark
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def left_by_a_hang_up(number: int, programs: list[tuple[list[str], str]]) -> str:
+    """Start one of the programs on a terminal, close that at a random moment; who outlives it.
+
+    Args:
+        number: of the attempt; it seeds the moment.
+        programs: arguments of Python, and the text by which a program shows that it is ready.
+    """
+    chance = random.Random(number)
+    arguments, ready = programs[number % len(programs)]
+    moment = chance.choice(["starting", "drawing", "ready", "stalled"])
+    mark = f"{os.getpid()}-{number}"
+    shell = DEAF_SHELL if chance.random() < 0.5 else ()
+    terminal = Terminal(*arguments, shell=shell, **{MARK: mark})
+    if moment == "starting":
+        time.sleep(chance.uniform(0.05, 0.8))
+    elif moment == "drawing":
+        terminal.wait_for(
+            lambda: b"\x1b[?1049h" in terminal.seen or ready.encode() in terminal.seen
+        )
+        time.sleep(chance.uniform(0, 0.3))
+    else:
+        terminal.wait_for_text(ready)
+    if moment == "stalled":
+        # nobody reads, so that the program waits to write; then it is asked to end
+        for _ in range(30):
+            terminal.resize(chance.randrange(30, 60), chance.randrange(100, 200))
+            time.sleep(0.05)
+        terminal.press("q")
+    time.sleep(chance.uniform(0, 0.5))
+    terminal.hang_up()
+    end = time.monotonic() + 30
+    while (left := marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    told = [f"{moment}, {shell[:1]}: {process.cmdline()}" for process in left]
+    for process in left:
+        process.kill()
+    terminal.process.wait()
+    return "; ".join(told)
+
+
+@pytest.mark.slow
+def test_a_lost_terminal_leaves_nothing_behind_and_no_run_ends(
+    fake_run, training_log: Path
+) -> None:
+    made = fake_run(sft=SLEEPS)
+    supervisor = made.start()
+    made.wait_for(lambda: made.state()["steps"]["sft"]["state"] == "running")
+    programs = [
+        (monitor(training_log), "20 lines"),
+        (["-c", IN_CHAT], "loading"),
+        (["-m", "dschat_tui.app", str(made.run.path)], "running"),
+        (["-c", IN_DASHBOARD, str(made.run.path), "true"], "running"),
+        (["-m", "dschat_tui.cli", "runs", "attach", str(made.run.path)], "SFT"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        left = list(pool.map(lambda number: left_by_a_hang_up(number, programs), range(15)))
+    assert [told for told in left if told] == []
+    assert supervisor.poll() is None
+    assert made.survivors()
+    control.end_now(made.run)
+    supervisor.wait(60)
+
+
+@pytest.mark.slow
+def test_a_conversation_on_a_lost_terminal_ends() -> None:
+    talk = ["-m", "dschat_tui.cli", "chat", "--path", "embedded:tiny-llama"]
+    shown = Terminal(*talk, shell=DEAF_SHELL, **{MARK: "conversation"})
+    shown.wait_for_text("you> ")
+    shown.hang_up()
+    shown.process.wait(60)
+    assert marked("conversation") == []
+
+
+@pytest.mark.slow
+def test_a_program_that_cannot_leave_ends_on_a_signal(terminal, training_log: Path) -> None:
+    shown = terminal(*monitor(training_log))
+    shown.wait_for_text("20 lines")
+    for columns in range(100, 140):  # nobody reads: the main thread waits to write
+        shown.resize(50, columns)
+        time.sleep(0.05)
+    shown.process.send_signal(signal.SIGTERM)
+    assert shown.process.wait(60) == 143
 
 
 @pytest.mark.slow
@@ -205,20 +352,6 @@ def test_the_list_of_runs_opens_one(terminal, fake_run, monkeypatch: pytest.Monk
     shown.wait_for_text("1 SFT")
     shown.press("q")
     assert shown.exit_code() == 0
-
-
-# what `dschat run --dashboard` does once the run is started, with a chat that answers at once
-IN_DASHBOARD = """
-import subprocess, sys
-from pathlib import Path
-from dschat_tui.commands import chat, run
-from dschat_tui.runs.folder import RunFolder
-
-chat.chat = lambda path: print("talks with", path)
-nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-process = subprocess.Popen(sys.argv[2:], start_new_session=True, **nothing)
-sys.exit(run.in_dashboard(RunFolder(Path(sys.argv[1])), process))
-"""
 
 
 def in_dashboard(made) -> list[str]:
