@@ -21,6 +21,7 @@ from engine.planning import (
     Device,
     ModelShape,
     Plan,
+    UnknownFamilyError,
     known_config,
     plan_memory,
     smallest_change,
@@ -34,6 +35,10 @@ FAST_BF16 = ("avx512_bf16", "amx_tile")
 
 class PlanError(ValueError):
     """What a plan cannot be made of; the message says what to do."""
+
+
+class UnplannedFamilyError(PlanError):
+    """A model of a family that the planner does not know: no plan, but it trains all the same."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
     unless `offline`.
 
     Raises:
-        PlanError: it cannot be had, or is of a family that the planner does not know.
+        UnplannedFamilyError: it is of a family that the planner does not know.
+        PlanError: it cannot be had.
     """
     try:
         if name.removeprefix("embedded:") in embedded.CONFIGS:
@@ -155,6 +161,11 @@ def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
         return ModelShape.from_folder(found)
     except PlanError:
         raise
+    except UnknownFamilyError as error:
+        raise UnplannedFamilyError(
+            f"{key}={name}: there is no plan, since {error}. It trains all the same, without "
+            "TFLOPs in its log"
+        ) from error
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise PlanError(

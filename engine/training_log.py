@@ -118,6 +118,11 @@ def _short(value: float | None) -> str:
     return _number_text(value) if value is None or isinstance(value, int) else f"{value:.6g}"
 
 
+def _tflops(value: float) -> str:
+    """Operations per second, which nobody knows (nan) for families without a known shape."""
+    return "NA" if math.isnan(value) else f"{value:.2f}"
+
+
 def running_training(total_iters: int | None = None) -> str:
     """Header of the training loop; PPO tells its number of optimizer steps."""
     told = "" if total_iters is None else f" (total_iters={total_iters})"
@@ -211,10 +216,13 @@ def throughput(
     batch_size: int,
     sequence_length: int,
 ) -> str:
-    """Speed of a micro batch in step 1 or 2; samples a second are those of one device."""
+    """Speed of a micro batch in step 1 or 2; samples per second are those of one device.
+
+    `tflops` may be nan, where it is not known.
+    """
     parameters = "NA" if parameters_b is None else f"{parameters_b:.3f} B"
     return (
-        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {tflops:.2f}, "
+        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {_tflops(tflops)}, "
         f"Samples/sec: {samples_per_s:.2f}, Time/seq {latency_s / batch_size:.2f}s, "
         f"Batch Size: {batch_size}, Sequence Length: {sequence_length}"
     )
@@ -285,7 +293,7 @@ class PPOStep:
     """What PPO tells of one generation step; rewards and samples are over all ranks.
 
     `batch_size` and `samples_per_s` count the answers of all ranks; `parameters_b` are in billions,
-    `bandwidth_gb_s` in GB/s.
+    `bandwidth_gb_s` in GB/s. That and the TFLOPs may be nan, where they are not known.
     """
 
     epoch: int
@@ -305,7 +313,7 @@ class PPOStep:
     batch_size: int
     sequence_length: int
     answer_length_limit: int
-    bandwidth_gb_s: float | None = None
+    bandwidth_gb_s: float = math.nan
     actor_parameters_b: float | None = None
     critic_parameters_b: float | None = None
 
@@ -315,21 +323,21 @@ class PPOStep:
             "NA" if parameters is None else f"{parameters:.3f} B"
             for parameters in (self.actor_parameters_b, self.critic_parameters_b)
         )
-        bandwidth = -1.0 if self.bandwidth_gb_s is None else self.bandwidth_gb_s
+        bandwidth = -1.0 if math.isnan(self.bandwidth_gb_s) else self.bandwidth_gb_s
         return [
             f"Epoch: {self.epoch} | Step: {self.step} | PPO Epoch: {self.ppo_epoch} | "
             f"Actor Loss: {_number_text(self.actor_loss)} | "
             f"Critic Loss: {_number_text(self.critic_loss)} | "
             f"Unsupervised Loss: {_number_text(self.unsupervised_loss)}",
-            f"End-to-End => Latency: {self.e2e_s:.2f}s, TFLOPs: {self.tflops:.2f}, "
+            f"End-to-End => Latency: {self.e2e_s:.2f}s, TFLOPs: {_tflops(self.tflops)}, "
             f"Samples/sec: {self.batch_size / self.e2e_s:.2f}, "
             f"Time/seq {self.e2e_s / self.batch_size:.2f}s, "
             f"Batch Size: {self.batch_size}, Total Seq. Length: {self.sequence_length}",
             f"Generation => Latency: {self.generate_s:.2f}s, "
             f"Per-token Latency {self.generate_s / self.answer_length_limit * 1000:.2f} ms, "
-            f"TFLOPs: {self.generate_tflops:.2f}, BW: {bandwidth:.2f} GB/sec, "
+            f"TFLOPs: {_tflops(self.generate_tflops)}, BW: {bandwidth:.2f} GB/sec, "
             f"Answer Seq. Length: {self.answer_length_limit}",
-            f"Training   => Latency: {self.train_s:.2f}s, TFLOPs: {self.train_tflops:.2f}",
+            f"Training   => Latency: {self.train_s:.2f}s, TFLOPs: {_tflops(self.train_tflops)}",
             f"Actor Model Parameters => {actor}, Critic Model Parameters => {critic}",
             f"Average reward score: {_number_text(self.reward)} | "
             f"EMA reward score: {_number_text(self.reward_ema)}",
@@ -790,7 +798,7 @@ class LogReader:
                 "kind": "throughput",
                 "index": self._throughput_lines,
                 "latency_s": float(latency),
-                "tflops": float(tflops),
+                "tflops": None if tflops == "NA" else float(tflops),
                 "samples_per_s": float(samples),
                 "batch_size": int(batch_size),
                 "sequence_length": int(length),

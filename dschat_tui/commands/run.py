@@ -83,6 +83,8 @@ def run(
         plan = prepare(config, folder, _step_numbers(steps))
     except Refusal as refusal:
         refuse(*refusal.reasons)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
     if dry_run:
         _show_plan(plan, json_output)
         return

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dschat_tui import memory_plan
 from dschat_tui.runs import hosts, launch
 from dschat_tui.runs.folder import (
     DONE,
@@ -32,14 +37,21 @@ from engine.config import (
     load_config,
     options,
 )
+from engine.config.deepspeed import Role
 from engine.config.layout import STEP_FOLDERS, StepName
-from engine.data import checks, files
+from engine.data import schemas
 from engine.models import catalogue, embedded, folders
-from engine.planning import ModelShape
+from engine.planning import KNOWN_FAMILIES, ModelShape
 
 GIB = 2**30
 LEAST_FREE_BYTES = GIB // 4
-POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+POSITION_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -53,11 +65,12 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that passed the checks."""
+    """A run that passed the checks; `notes` are what a person should know before it starts."""
 
     config: RunConfig
     run: RunFolder
     steps: list[Step]
+    notes: list[str]
 
 
 def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
@@ -89,7 +102,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
-    return Plan(config, run, steps)
+    return Plan(config, run, steps, _notes(config))
 
 
 def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
@@ -151,7 +164,7 @@ def _count_nodes(config: RunConfig) -> None:
 
 def _make_absolute(sources: list[DataSource]) -> None:
     for source in sources:
-        if files.is_local(source.path):
+        if schemas.is_local(source.path):
             source.path = str(Path(source.path).expanduser().absolute())
 
 
@@ -159,9 +172,9 @@ def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
     """What stands against the data of each step, its overrides of data put in."""
     alone = [step for step in steps if "data" in getattr(config, step.name).overrides]
     common = [step.number for step in steps if step not in alone]
-    reasons = checks.refusals(config, common) if common or not alone else []
+    reasons = schemas.refusals(config, common) if common or not alone else []
     for step in alone:
-        reasons += checks.refusals(config.for_step(step.name), [step.number])
+        reasons += schemas.refusals(config.for_step(step.name), [step.number])
     return list(dict.fromkeys(reasons))
 
 
@@ -355,7 +368,7 @@ def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
         reasons += _check_base_model("models.actor", models.actor)
     if "reward" in names and models.reward != "sft":
         reasons += _check_base_model("models.reward", models.reward)
-    reasons += _check_lora_targets(config)
+    reasons += _check_families(config, names)
     finished = (("models.sft", models.sft), ("models.trained_reward", models.trained_reward))
     for key, folder in finished:
         if folder is not None and (missing := folders.missing_parts(folder)):
@@ -366,23 +379,83 @@ def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
     return reasons
 
 
-def _check_lora_targets(config: RunConfig) -> list[str]:
-    """Patterns that match no layer of a model whose shape is known here."""
-    actor = config.models.sft or config.models.actor
-    reward = config.models.trained_reward or config.models.reward
+def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
+    """What the families of the models that lie here cannot be, and LoRA patterns without a layer.
+
+    A family that the planner knows is tested; another is asked what it can be.
+    """
+    models = config.models
+    actor_key, actor = "models.sft" if models.sft else "models.actor", models.sft or models.actor
+    reward_key = "models.trained_reward" if models.trained_reward else "models.reward"
+    reward = models.trained_reward or models.reward
+    used: list[tuple[Role, str, str]] = [("actor", actor_key, actor)]
+    if config.alignment == "ppo" and steps & {"reward", "ppo"}:
+        used.append(
+            ("critic", actor_key, actor) if reward == "sft" else ("critic", reward_key, reward)
+        )
     reasons = []
-    adapted = [("actor", actor, config.actor.lora)]
-    if config.alignment == "ppo":
-        adapted.append(("critic", actor if reward == "sft" else reward, config.critic.lora))
-    for key, name, lora in adapted:
-        model_config = _model_config(_model_folder(name))
-        if not lora.rank or not lora.targets or not model_config:
+    for role, key, name in used:
+        folder, lora = _model_folder(name), getattr(config, role).lora
+        model_config = _model_config(folder)
+        patterns = lora.targets if lora.rank else []
+        if not model_config:
             continue
-        try:
-            ModelShape.from_config(model_config).lora_layers(lora.targets)
-        except ValueError as error:
-            reasons.append(f"{key}.{error}")
+        if model_config.get("model_type") not in KNOWN_FAMILIES:
+            trusted = models.trust_remote_code
+            reasons += _check_unknown_family(role, f"{key}={name}", folder, patterns, trusted)
+        elif patterns:
+            try:
+                ModelShape.from_config(model_config).lora_layers(patterns)
+            except ValueError as error:
+                reasons.append(f"{role}.{error}")
     return reasons
+
+
+def _check_unknown_family(
+    role: Role, model: str, folder: Path, patterns: list[str], trust_remote_code: bool
+) -> list[str]:
+    """What stands against a model of a family that the planner does not know, in a role."""
+    modified = (folder / "config.json").stat().st_mtime_ns
+    able = _abilities(str(folder), modified, trust_remote_code)
+    problem, layers = (
+        able["causal_lm" if role == "actor" else "reward_model"],
+        able["linear_layers"],
+    )
+    if problem is not None:
+        return [f"{model} cannot be the {role}: {problem}"]
+    if not patterns or any(re.search(each, layer) for each in patterns for layer in layers):
+        return []
+    return [
+        f"{role}.lora.targets {patterns} match no linear layer of {model}; its layers are called "
+        f"{', '.join(layers[:8])}"
+    ]
+
+
+@cache
+def _abilities(folder: str, modified: int, trust_remote_code: bool) -> dict[str, Any]:
+    """What `engine.models.probe` finds about a model; `modified` is when its config was.
+
+    It takes some seconds, as it imports torch.
+    """
+    command = [sys.executable, "-m", "engine.models.probe", folder]
+    command += ["--trust-remote-code"] if trust_remote_code else []
+    process = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if process.returncode == 0:
+        found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+        return found
+    said = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+    problem = f"its class cannot be built: {said[-1]}"
+    return {"causal_lm": problem, "reward_model": problem, "linear_layers": []}
+
+
+def _notes(config: RunConfig) -> list[str]:
+    """What a person should know of a run that may start: that there is no plan of its memory."""
+    try:
+        memory_plan.shapes_of(config, offline=True)
+    except memory_plan.PlanError as error:
+        # of a model that is not here yet the family is not known either
+        return [str(error)] if isinstance(error, memory_plan.UnplannedFamilyError) else []
+    return []
 
 
 def _check_base_model(key: str, name: str) -> list[str]:
@@ -445,6 +518,6 @@ def _check_launch(config: RunConfig, run: Path) -> list[str]:
     if gpus is not None and config.launch.num_accelerators > len(gpus):
         reasons.append(
             f"launch.num_accelerators={config.launch.num_accelerators}, but CUDA_VISIBLE_DEVICES "
-            f"allows {len(gpus)}. Fix: launch.num_accelerators={len(gpus)}"
+            f"allows {len(gpus)}. Way out: launch.num_accelerators={len(gpus)}"
         )
     return reasons

@@ -133,7 +133,7 @@ def _rows(records: Sequence[Record], metrics: Sequence[Record], ranks: int) -> l
         if not seconds:
             # two decimals: a step below 5 ms
             continue
-        tokens_per_s = told.get("tokens_per_s")
+        tokens_per_s, tflops = told.get("tokens_per_s"), record["tflops"]
         rows.append(
             {
                 "samples": record["samples_per_s"] * seconds * ranks,
@@ -141,7 +141,7 @@ def _rows(records: Sequence[Record], metrics: Sequence[Record], ranks: int) -> l
                 "train_s": seconds,
                 "tokens": None if tokens_per_s is None else tokens_per_s * seconds,
                 "tokens_s": seconds,
-                "operations": record["tflops"] * seconds,
+                "operations": None if tflops is None else tflops * seconds,
                 "loss": told.get("loss"),
             }
         )

@@ -15,7 +15,7 @@ import platformdirs
 import pyarrow
 from datasets import Dataset, Features
 
-from engine.data.files import DataError
+from engine.data.schemas import DataError
 
 ROWS_A_BATCH = 512
 

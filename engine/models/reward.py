@@ -6,7 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from engine.algorithms.preference import gather_last
 from engine.models.families import position_arguments
@@ -14,6 +19,10 @@ from engine.models.folders import ModelError
 from engine.models.load import load_config, load_weights
 
 _HEAD_STD = 0.02
+_OTHER_FAMILY = (
+    "set models.reward to a causal language model that can, such as an OPT, Llama or GPT-2 with "
+    "the same tokenizer"
+)
 
 
 class ScoreHead(nn.Linear):
@@ -69,7 +78,8 @@ class RewardModel(nn.Module):
             seed: of a fresh head, the same on every rank.
 
         Raises:
-            ModelError: not found, more than one label, or weights other than the head missing.
+            ModelError: not found, of a family without such a head, more than one label, or weights
+                other than the head missing.
         """
         config = load_config(path, dropout, trust_remote_code)
         is_classifier = any(
@@ -80,15 +90,11 @@ class RewardModel(nn.Module):
                 f"{path!r} classifies into {config.num_labels} labels; a reward model has 1"
             )
         config.num_labels = 1
+        check_classifier(config)
         model, loading = load_weights(
             AutoModelForSequenceClassification, path, config, dtype, trust_remote_code
         )
-        head = getattr(model, "score", None)
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ModelError(
-                f"models of type {config.model_type!r} have no linear head 'score' without bias; "
-                "use a causal language model such as OPT, Llama or GPT-2 as the reward model"
-            )
+        head = score_head(model)
         missing = sorted(set(loading["missing_keys"]) - {"score.weight"})
         if missing:
             raise ModelError(
@@ -123,6 +129,36 @@ class RewardModel(nn.Module):
     def scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The value at the last real token of each row, left or right padded; fp32 `(batch,)`."""
         return gather_last(self(input_ids, attention_mask), attention_mask)
+
+
+def check_classifier(config: PretrainedConfig) -> None:
+    """Refuse a family that transformers has no classifier for, before anything is loaded.
+
+    Raises:
+        ModelError: there is none.
+    """
+    remote = getattr(config, "auto_map", None) or {}
+    name = AutoModelForSequenceClassification.__name__
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and name not in remote:
+        raise ModelError(
+            f"transformers has no {name} for models of type {config.model_type!r}, so they cannot "
+            f"be reward models; {_OTHER_FAMILY}"
+        )
+
+
+def score_head(model: PreTrainedModel) -> nn.Linear:
+    """The head of a classifier of transformers that can be a reward model.
+
+    Raises:
+        ModelError: it has another head.
+    """
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ModelError(
+            f"models of type {model.config.model_type!r} have no linear head 'score' without bias, "
+            f"so they cannot be reward models; {_OTHER_FAMILY}"
+        )
+    return head
 
 
 @torch.no_grad()

@@ -10,9 +10,16 @@ from engine.planning.flops import (
 )
 from engine.planning.known import known_config
 from engine.planning.memory import Device, Item, Plan, StepPlan, plan_memory
-from engine.planning.shapes import Head, LinearLayer, ModelShape
+from engine.planning.shapes import (
+    KNOWN_FAMILIES,
+    Head,
+    LinearLayer,
+    ModelShape,
+    UnknownFamilyError,
+)
 
 __all__ = [
+    "KNOWN_FAMILIES",
     "Change",
     "Device",
     "Head",
@@ -21,6 +28,7 @@ __all__ = [
     "ModelShape",
     "Plan",
     "StepPlan",
+    "UnknownFamilyError",
     "forward_flops",
     "generation_flops",
     "known_config",

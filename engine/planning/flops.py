@@ -6,24 +6,31 @@ for attention's scores and values; the backward pass is two such products for ea
 pass (Narayanan et al. 2021, arXiv 2104.04473, appendix; Kaplan et al. 2020, 2001.08361, 2.1).
 Attention counts the full square in training and prefill, as the kernels with a padding mask
 compute it. Element-wise work (norms, softmax, activations) is left out, as in those papers.
+
+Where a trainer may ask, the shape may be None, for a family that the planner does not know: the
+result is nan then, so that sums and rates of it are not known either.
 """
 
 from __future__ import annotations
+
+import math
 
 from engine.planning.shapes import Head, ModelShape
 
 
 def forward_flops(
-    shape: ModelShape,
+    shape: ModelShape | None,
     batch: int,
     seq: int,
     head: Head = "lm",
     logits_tokens: int | None = None,
-) -> int:
+) -> float:
     """Operations of one forward pass over `(batch, seq)` tokens.
 
-    `logits_tokens` is the number of positions a row that the head is applied to; None: all.
+    `logits_tokens` is the number of positions per row that the head is applied to; None: all.
     """
+    if shape is None:
+        return math.nan
     return (
         _linear(shape, batch * seq)
         + _attention(shape, batch, seq, seq)
@@ -32,13 +39,13 @@ def forward_flops(
 
 
 def training_flops(
-    shape: ModelShape,
+    shape: ModelShape | None,
     batch: int,
     seq: int,
     checkpointing: bool = False,
     frozen_base: bool = False,
     head: Head = "lm",
-) -> int:
+) -> float:
     """Operations of a forward and a backward pass over `(batch, seq)` tokens.
 
     The backward pass takes two products for each of the forward pass: the gradient of the input
@@ -46,6 +53,8 @@ def training_flops(
     of attention, whose operands are both activations, do not; the adapters themselves are not
     counted. `checkpointing` runs the blocks' forward pass once more; the head is not recomputed.
     """
+    if shape is None:
+        return math.nan
     linear = _linear(shape, batch * seq)
     attention = _attention(shape, batch, seq, seq)
     head_cost = _head(shape, batch * seq, head)
@@ -57,14 +66,16 @@ def training_flops(
 
 
 def generation_flops(
-    shape: ModelShape, batch: int, prompt: int, answer: int, cache: bool = True
-) -> int:
+    shape: ModelShape | None, batch: int, prompt: int, answer: int, cache: bool = True
+) -> float:
     """Operations of generating `answer` tokens after `prompt` tokens, for `batch` rows.
 
     The pass over the prompt yields the first new token; each further one takes a pass over one
     token, whose attention reads all tokens before it and itself. The last one is never read.
     Without a `cache` each pass runs over all tokens so far.
     """
+    if shape is None:
+        return math.nan
     if answer == 0:
         return 0
     total = 0
@@ -77,12 +88,14 @@ def generation_flops(
     return total
 
 
-def weight_bytes_read_per_token(shape: ModelShape, bytes_per_parameter: int) -> int:
+def weight_bytes_read_per_token(shape: ModelShape | None, bytes_per_parameter: int) -> float:
     """Bytes of weights that one decoding step must read, whatever its batch.
 
     All matrices, biases and norms, the head also where it is tied; of the embedding tables only a
     row a token is read, which is left out.
     """
+    if shape is None:
+        return math.nan
     without_tables = shape.backbone_parameters - shape.embedding_parameters
     return bytes_per_parameter * (without_tables + shape.vocabulary * shape.head_inputs)
 

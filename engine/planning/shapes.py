@@ -12,6 +12,14 @@ from typing import Any, Literal
 Head = Literal["lm", "score"]
 
 
+class UnknownFamilyError(ValueError):
+    """A model family whose layers the planner does not know; it trains all the same."""
+
+    def __init__(self, family: str) -> None:
+        known = ", ".join(KNOWN_FAMILIES)
+        super().__init__(f"the planner does not know models of type {family!r}, only {known}")
+
+
 @dataclass(frozen=True)
 class LinearLayer:
     """One matrix: `name` as in the Hugging Face model, with `{layer}` for the block's number."""
@@ -67,9 +75,9 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read the content of a `config.json`.
 
-        Raises ValueError for a family that is not known or a size that is missing.
+        Raises UnknownFamilyError for a family that is not known, ValueError for a missing size.
         """
-        family = config.get("model_type")
+        family = str(config.get("model_type"))
         if family == "opt":
             return _opt(config)
         if family == "gpt2":
@@ -79,18 +87,25 @@ class ModelShape:
         if family == "bloom":
             return _bloom(config)
         if family in _LLAMA_LIKE:
-            return _llama_like(config, str(family))
-        known = ", ".join(["opt", "gpt2", "gpt_neox", "bloom", *_LLAMA_LIKE])
-        raise ValueError(f"model_type {family!r} is not known to the planner; known: {known}")
+            return _llama_like(config, family)
+        raise UnknownFamilyError(family)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelShape:
         """Read `config.json` of a model's folder; weights are not needed.
 
-        Raises FileNotFoundError without that file, ValueError as `from_config`.
+        Raises FileNotFoundError without that file, else as `from_config`.
         """
         file = Path(path) / "config.json"
         return cls.from_config(json.loads(file.read_text(encoding="utf-8")))
+
+    @classmethod
+    def if_known(cls, config: Mapping[str, Any]) -> ModelShape | None:
+        """As `from_config`, but None for a family that is not known."""
+        try:
+            return cls.from_config(config)
+        except UnknownFamilyError:
+            return None
 
     @property
     def block_parameters(self) -> int:
@@ -178,6 +193,8 @@ _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
 }
+
+KNOWN_FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", *_LLAMA_LIKE)
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

@@ -62,6 +62,7 @@ class PairTrainer(ABC):
         # 2. The model in its engine.
         trained = trained_model(context, role, options, self.total_steps, self.load_model)
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
+        self.parameters = trained.parameters
         self.checkpoints = context.checkpoints({context.step: self.engine})
         self.watchdog = Watchdog(context.report, {role: self.engine})
         self.accuracy: float | None = None
@@ -148,7 +149,7 @@ class PairTrainer(ABC):
         pairs = sum(len(cut) for cut in cuts)
         report.line(
             training_log.throughput(
-                self.shape.parameters / 1e9,
+                self.parameters / 1e9,
                 seconds,
                 flops / seconds / 1e12,
                 pairs / seconds,

@@ -548,8 +548,8 @@ class PPOTrainer:
             sequence_length=sequence,
             answer_length_limit=width,
             bandwidth_gb_s=moved / times["generate_s"] / 1e9,
-            actor_parameters_b=engine.actor_shape.parameters / 1e9,
-            critic_parameters_b=engine.critic_shape.parameters / 1e9,
+            actor_parameters_b=engine.actor_parameters / 1e9,
+            critic_parameters_b=engine.critic_parameters / 1e9,
             **times,
         ).lines()
         for line in lines:

@@ -25,7 +25,12 @@ from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
 from engine.trainers.context import BatchPlan, StepContext
 from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
-from engine.trainers.setup import frozen_config, reference_engine, reference_of
+from engine.trainers.setup import (
+    frozen_config,
+    parameter_count,
+    reference_engine,
+    reference_of,
+)
 
 
 class RLHFEngine:
@@ -52,7 +57,8 @@ class RLHFEngine:
 
         report.phase("loading the actor")
         actor = self._load_actor(config.actor)
-        self.actor_shape = ModelShape.from_config(actor.config.to_dict())
+        self.actor_shape = ModelShape.if_known(actor.config.to_dict())
+        self.actor_parameters = parameter_count(actor)
         if config.actor.gradient_checkpointing:
             actor.activation_checkpointing_enable()
         if config.actor.lora.rank:
@@ -66,7 +72,8 @@ class RLHFEngine:
 
         report.phase("loading the critic")
         critic = self._load_critic(config.critic)
-        self.critic_shape = ModelShape.from_config(critic.config.to_dict())
+        self.critic_shape = ModelShape.if_known(critic.config.to_dict())
+        self.critic_parameters = parameter_count(critic)
         if config.critic.gradient_checkpointing:
             critic.model.activation_checkpointing_enable()
         if config.critic.lora.rank:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config.deepspeed import Role, deepspeed_config, role_layout
@@ -24,10 +25,18 @@ from engine.trainers.engines import frozen_engine, training_engine, zero3_loadin
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that step 1 or 2 trains, and how its batches are cut."""
+    """The model that step 1 or 2 trains, and how its batches are cut.
+
+    Attributes:
+        engine: what trains it.
+        shape: what its operations are counted by; None for a family that the planner does not know.
+        parameters: elements of the model without adapters.
+        plan: of its batches.
+    """
 
     engine: DeepSpeedEngine
-    shape: ModelShape
+    shape: ModelShape | None
+    parameters: int
     plan: BatchPlan
 
 
@@ -62,7 +71,7 @@ def trained_model(
     )
     with zero3_loading(engine_config):
         model = load()
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape, parameters = ModelShape.if_known(model.config.to_dict()), parameter_count(model)
     if layout.gradient_checkpointing:
         plain = model.model if isinstance(model, RewardModel) else model
         plain.activation_checkpointing_enable()
@@ -75,7 +84,12 @@ def trained_model(
     engine = training_engine(model, engine_config, groups, options, total_steps)
     if role == "actor" and config.mixz.enabled:
         report.note(str(quantize_frozen(engine.module)))
-    return TrainedModel(engine, shape, plan)
+    return TrainedModel(engine, shape, parameters, plan)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Elements of a whole model, however ZeRO-3 has sharded it; a tied weight counts once."""
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
 
 
 def frozen_config(

@@ -45,6 +45,7 @@ class SFTTrainer:
 
         trained = trained_model(context, "actor", options, self.total_steps, load)
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
+        self.parameters = trained.parameters
         self.checkpoints = context.checkpoints({"sft": self.engine})
         self.watchdog = Watchdog(context.report, {"actor": self.engine})
         self.perplexity: float | None = None
@@ -121,7 +122,7 @@ class SFTTrainer:
             report.every_rank(training_log.step_loss(epoch, step, rank(), own_loss))
         report.line(
             training_log.throughput(
-                self.shape.parameters / 1e9,
+                self.parameters / 1e9,
                 seconds,
                 flops / seconds / 1e12,
                 samples / seconds,

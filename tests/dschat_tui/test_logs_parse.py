@@ -140,6 +140,17 @@ def test_our_own_lines_of_one_step_agree_on_the_step() -> None:
     assert "total_steps" not in model.series
 
 
+def test_operations_that_are_not_known_draw_no_line_and_are_no_alarm() -> None:
+    unknown = training_log.throughput(0.001, 0.5, math.nan, 32.0, 16, 20)
+    model = model_of(
+        training_log.note("dtype fp32"),
+        *(unknown if "TFLOPs" in line else line for line in own_step(0, 3.0)),
+    )
+    assert "tflops" not in model.series
+    assert values(model, "loss") == [(0, 3.0)]
+    assert "not_finite" not in [event.kind for event in model.events]
+
+
 def test_a_resumed_run_tells_its_steps_again() -> None:
     before = [line for step in range(6) for line in own_step(step, 100.0)]
     after = [line for step in range(4, 8) for line in own_step(step, 1.0)]

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from dschat_tui import memory_plan
 from dschat_tui.cli import app
+from dschat_tui.screens import start_work
+from engine.config import load_profile
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -96,8 +98,26 @@ def test_what_cannot_be_planned_is_refused_with_2(setting, told):
     assert result.stdout == ""
 
 
-def test_a_model_of_an_unknown_family_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
-    result = dschat("plan", "--set", f"models.actor={tmp_path}")
-    assert result.exit_code == 2
-    assert "no-such-family" in result.stderr
+def test_of_an_unknown_family_it_is_said_that_there_is_no_plan_and_that_it_trains(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    for options in ([], ["--json"]):
+        result = dschat("plan", "--set", f"models.actor={tmp_path}", *options)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert "there is no plan" in result.stderr
+        assert "'phi3'" in result.stderr
+        assert "trains all the same" in result.stderr
+        assert "Give a folder" not in result.stderr
+
+
+def test_the_form_says_so_too_and_shows_no_number(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    config = load_profile("tiny", [f"models.actor={tmp_path}"])
+    planned = start_work.planned(config, tmp_path / "run", is_searched=False)
+    assert planned.report is None
+    need = start_work.need(config)
+    assert (need.told, need.fits) == ("?", None)
+    for told in (planned.problem, need.problem):
+        assert "there is no plan" in told
+        assert "trains all the same" in told
+    assert start_work.effect(config, "actor.zero_stage", 3) == ""

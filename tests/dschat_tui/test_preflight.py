@@ -103,7 +103,7 @@ def test_actor_and_reward_model_with_different_vocabularies_are_refused(tmp_path
     assert "same-tokenizer" in reasons(bad, tmp_path / "run")
 
 
-@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])
 def test_prompt_and_answer_must_fit_the_positions_of_a_local_model(tmp_path, key):
     folder = write_model(tmp_path / "actor", {"a": 0}, **{key: 600})
     models = {"actor": str(folder)}
@@ -265,6 +265,29 @@ def test_more_ranks_than_visible_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.launch, "visible_gpus", lambda environment: ["3"])
     two = config(launch={"deployment": "single_node", "num_accelerators": 2})
     assert "CUDA_VISIBLE_DEVICES" in reasons(two, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_family_that_the_planner_does_not_know_is_asked_what_it_can_be(tmp_path: Path) -> None:
+    """The answers come from the classes of transformers, in a process of its own."""
+    phi = write_model(tmp_path / "phi", {"a": 0}, model_type="phi3")
+    actor = [f"models.actor={phi}", "actor.lora.rank=4"]
+    plan = prepare(load_profile("tiny", actor), tmp_path / "run", None)
+    assert [note for note in plan.notes if "there is no plan" in note and "phi3" in note]
+    prepare(load_profile("tiny", [*actor, "actor.lora.targets=qkv_proj$"]), tmp_path / "run", None)
+    wrong = load_profile("tiny", [*actor, "actor.lora.targets=q_proj"])
+    assert "qkv_proj" in reasons(wrong, tmp_path / "run")
+
+    codegen = write_model(tmp_path / "codegen", {"a": 0}, model_type="codegen")
+    arguments = ["run", "--dry-run", "--output", str(tmp_path / "run")]
+    arguments += ["--set", f"models.actor={codegen}"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert f"models.actor={codegen} cannot be the critic" in refused.stderr
+    assert "set models.reward" in refused.stderr
+    sft_alone = CliRunner().invoke(app, [*arguments, "--steps", "1"])
+    assert sft_alone.exit_code == 0, sft_alone.stderr
+    assert "there is no plan" in sft_alone.stderr
 
 
 def test_lora_targets_that_match_nothing_are_refused_before_the_start(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -126,6 +127,17 @@ def test_the_first_steps_are_dropped_and_rates_are_totals_over_totals(tmp_path):
     # 10 units of work in each step
     assert found["tflops"] == pytest.approx(20 / 4.0, abs=0.01)
     assert found["reward"] == WARMUP_STEPS + 1
+
+
+def test_operations_that_a_log_does_not_know_leave_the_other_quantities(tmp_path):
+    step = [
+        training_log.throughput(0.1, 0.5, math.nan, 8.0, 4, 8),
+        training_log.metrics(0, {"loss": 1.5, "tokens_per_s": 64.0}),
+    ]
+    (tmp_path / "a").write_text("\n".join(step) + "\n")
+    found = measure(tmp_path / "a", "sft", ranks=1)
+    assert "tflops" not in found
+    assert (found["samples_per_s"], found["loss"]) == (8.0, 1.5)
 
 
 def test_a_log_of_fewer_steps_keeps_its_last(tmp_path):

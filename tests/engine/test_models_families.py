@@ -1,4 +1,4 @@
-"""The contract that each verified model family keeps."""
+"""The contract that each verified model family keeps, and families that no table knows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from engine.models.load import load_causal_lm, load_tokenizer
 from engine.models.lora import add_lora, lora_layers
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
+from engine.planning import KNOWN_FAMILIES
 
-LAYERS_A_BLOCK = {"opt": 6, "gpt2": 4, "gpt_neox": 4, "bloom": 4}
+LAYERS_A_BLOCK = {"opt": 6, "gpt2": 4, "gpt_neox": 4, "bloom": 4, "phi3": 4, "mpt": 4}
+UNKNOWN = ("phi3", "mpt")
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(params=[*sorted(FAMILIES), *UNKNOWN])
 def family(request) -> str:
     return request.param
 
@@ -170,6 +172,8 @@ def test_reward_model_with_only_lora_trains_head_and_adapters(path):
 
 
 def test_dropout_reaches_the_family(family, path):
+    if family == "mpt":
+        pytest.skip("transformers reads MPT's dropout from a field that takes whole numbers alone")
     ids, mask = batch("right")
 
     def differs(dropout: float) -> bool:
@@ -181,4 +185,12 @@ def test_dropout_reaches_the_family(family, path):
     assert differs(0.5)
     assert not differs(0.0)
     config = load_causal_lm(path, torch.float32, dropout=0.3).config
-    assert {getattr(config, name) for name in family_of(family).dropout_fields} == {0.3}
+    fields = family_of(family).dropout_fields
+    present = [name for name in fields if hasattr(config, name)]
+    assert family in UNKNOWN or len(present) == len(fields)
+    assert {getattr(config, name) for name in present} == {0.3}
+
+
+def test_the_unknown_are_in_no_table():
+    assert not {*UNKNOWN} & {*FAMILIES, *KNOWN_FAMILIES}
+    assert {*FAMILIES} == {*KNOWN_FAMILIES}

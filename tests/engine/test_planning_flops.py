@@ -1,5 +1,7 @@
 """Operations and bytes against counts by hand and against what torch executes."""
 
+import math
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -134,3 +136,17 @@ def test_generation_as_torch_executes(config, cache):
     assert executed(lambda: model.generate(rows, **options)) == generation_flops(
         shape, BATCH, SEQ, 4, cache
     )
+
+
+def test_of_a_shape_that_is_not_known_no_operations_are_known():
+    counts = (
+        forward_flops(None, 2, 8),
+        training_flops(None, 2, 8),
+        generation_flops(None, 2, 8, 0),
+        weight_bytes_read_per_token(None, 2),
+    )
+    assert all(math.isnan(count) for count in counts)
+    assert ModelShape.if_known({"model_type": "phi3"}) is None
+    assert ModelShape.if_known(OPT) == ModelShape.from_config(OPT)
+    with pytest.raises(ValueError, match="lacks"):
+        ModelShape.if_known({"model_type": "opt"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -836,6 +837,18 @@ def test_round_trip_of_every_line() -> None:
             },
         ),
         (
+            log.throughput(0.5, 0.25, math.nan, 8.0, 2, 64),
+            {
+                "kind": "throughput",
+                "index": 1,
+                "latency_s": 0.25,
+                "tflops": None,
+                "samples_per_s": 8.0,
+                "batch_size": 2,
+                "sequence_length": 64,
+            },
+        ),
+        (
             log.optimizer_step(20, 3, [1e-05, 5e-4], [(0.9, 0.95), (0.9, 0.95)]),
             {"kind": "optimizer", "engine": "actor", "step": 20, "skipped": 3, "lr": [1e-05, 5e-4]},
         ),
@@ -912,6 +925,7 @@ def test_round_trip_of_a_ppo_step() -> None:
         batch_size=16,
         sequence_length=512,
         answer_length_limit=256,
+        bandwidth_gb_s=239.5,
         actor_parameters_b=1.429,
     )
     (record,) = read(*step.lines())["records"]
@@ -920,6 +934,15 @@ def test_round_trip_of_a_ppo_step() -> None:
         assert record[name] == getattr(step, name), name
     assert set(vars(step)) - set(record) == {"critic_loss"}
     assert (record["samples_per_s"], record["time_per_sequence_s"]) == (4.0, 0.25)
+    unknown = dict.fromkeys(("tflops", "generate_tflops", "train_tflops", "bandwidth_gb_s"))
+    nan = dict.fromkeys(unknown, math.nan)
+    lines = dataclasses.replace(step, critic_loss=0.5, **nan).lines()
+    assert not any("nan" in line for line in lines)
+    (record,) = read(*lines)["records"]
+    assert {name: record[name] for name in unknown} == unknown
+    # a block that is there at once is read at once
+    reader = log.LogReader()
+    assert [*reader.feed_all(lines), *reader.finish()] == [record]
 
 
 @given(
