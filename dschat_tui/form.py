@@ -34,104 +34,12 @@ from engine.config.schema import merged
 
 ALL = "all"
 INSPECTED_ROWS = 200
-_ROLES = ("actor", "critic")
-_STEPS = ("sft", "reward", "dpo", "ppo")
-# Where each option stands in the form; the rest is under `all` alone.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "memory": (
-        "dtype",
-        *(f"{role}.{key}" for key in ("zero_stage", "offload") for role in _ROLES),
-        *(f"{role}.gradient_checkpointing" for role in _ROLES),
-        "ref.offload",
-        "ref.offload_reward",
-        "mixz.enabled",
-        *(f"{step}.micro_batch_size" for step in _STEPS),
-        "ppo.generation_batch_size",
-        *(f"{role}.nvme_path" for role in _ROLES),
-    ),
-    "speed": (
-        "hybrid_engine.enabled",
-        "hybrid_engine.release_inference_cache",
-        "hybrid_engine.unpin_actor_parameters",
-        "launch.deployment",
-        "launch.num_accelerators",
-        "launch.hostfile",
-        *(f"{step}.{key}" for step in _STEPS for key in ("epochs", "max_steps", "batch_size")),
-        "ppo.rollout_batch_size",
-        *(f"{role}.zero_quantized_weights" for role in _ROLES),
-        *(f"{role}.zero_quantized_gradients" for role in _ROLES),
-        *(f"{role}.hierarchical_partition" for role in _ROLES),
-    ),
-    "LoRA": (
-        *(
-            f"{role}.lora.{key}"
-            for role in _ROLES
-            for key in ("rank", "only", "alpha", "dropout", "learning_rate", "targets", "export")
-        ),
-        "ref.share_actor",
-    ),
-    "stability": (
-        "sft.learning_rate",
-        "reward.learning_rate",
-        "dpo.learning_rate",
-        "dpo.beta",
-        *(f"{role}.{key}" for key in ("learning_rate", "dropout") for role in _ROLES),
-        *(f"{step}.warmup_steps" for step in _STEPS),
-        "ppo.kl_coef",
-        "ppo.kl_target",
-        "ppo.clip",
-        "ppo.value_clip",
-        "ppo.reward_clip",
-        "ppo.normalize_reward",
-        "ppo.whiten_advantages",
-        "ppo.missing_eos_penalty",
-        "ppo.unsupervised_coef",
-        "ppo.align_overflow",
-        "ema.enabled",
-        "ema.decay",
-        "gates.sft_perplexity",
-        "gates.reward_accuracy",
-        "gates.reward_margin",
-        "gates.action",
-    ),
-    "data": (
-        "alignment",
-        "data.sources",
-        "data.sft_only_sources",
-        "data.unsupervised_sources",
-        "data.split",
-        "data.eval_share",
-        "data.eval_rows",
-        "data.template",
-        "data.end_of_conversation_token",
-        "sft.max_length",
-        "reward.max_length",
-        "dpo.max_length",
-        "ppo.max_prompt_length",
-        "ppo.max_answer_length",
-        "models.actor",
-        "models.reward",
-        "models.sft",
-        "models.trained_reward",
-    ),
-    "logging": (
-        "checkpoint.interval",
-        "checkpoint.keep_last",
-        "logging.print_loss",
-        "logging.print_answers",
-        "logging.print_answers_interval",
-        "logging.optimizer_interval",
-        "logging.tensorboard",
-        "logging.tensorboard_dir",
-    ),
-}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def options_of(group: str) -> list[Option]:
-    """The options of a group, as the table orders them; for `all` in the order of the schema."""
-    found = {option.key: option for option in options()}
-    return list(found.values()) if group == ALL else [found[key] for key in GROUPS[group]]
+    """The options of a tab of the form in the order of the schema; `all` has every one."""
+    return [option for option in options() if group in (ALL, option.group)]
 
 
 def find_options(text: str) -> list[Option]:
@@ -292,12 +200,12 @@ class Form:
                 return value
         return now
 
-    def way_out(self, key: str) -> dict[str, str]:
+    def suggested_fix(self, key: str) -> dict[str, str]:
         """Assignments that make the first forbidden value of an option possible; none: no such."""
         for value, violation in self.obstacles(key):
-            # a mend that takes the value back is no way to it
-            if violation.mend and key not in violation.mend:
-                return {key: value_text(value), **mend_texts(violation.mend)}
+            # a fix that takes the value back does not make it possible
+            if violation.fix and key not in violation.fix:
+                return {key: value_text(value), **fix_texts(violation.fix)}
         return {}
 
     def command(self, output: Path) -> list[str]:
@@ -348,9 +256,9 @@ class Form:
         return differences(whole, RunConfig().model_dump(mode="json"))
 
 
-def mend_texts(mend: Mapping[str, Any]) -> dict[str, str]:
+def fix_texts(fix: Mapping[str, Any]) -> dict[str, str]:
     """The assignments of a rule's way out, or of a plan's change, as texts."""
     return {
         key: str(value).lower() if isinstance(value, bool) else str(value)
-        for key, value in mend.items()
+        for key, value in fix.items()
     }

@@ -22,8 +22,8 @@ from engine.algorithms.preference import implicit_rewards
 from engine.config import DataSource, RunConfig, load_config
 from engine.config.layout import STEP_FOLDERS
 from engine.data.batches import LabelledPairCollator, PairCollator, PromptCollator, SftCollator
+from engine.data.files import DataError
 from engine.data.phases import build_phase, eval_prompts
-from engine.data.schemas import DataError
 from engine.data.sources import load_source
 from engine.data.templates import encode_answer, fit_prompt
 from engine.generation.decode import build_decoder, decode

@@ -64,7 +64,7 @@ def inspect_data(
     """Say what a data set holds and what each step would see of it, with a profile's settings."""
     config, named = _configuration(source, profile, assignments)
     _check_readable(named)
-    from engine.data.schemas import DataError
+    from engine.data.files import DataError
     from engine.models.folders import ModelError
 
     try:
@@ -104,10 +104,10 @@ def export_data(
     if not output.absolute().parent.is_dir():
         refuse(f"--output {output}: there is no folder {output.parent}. Make it first")
     _check_readable(named)
-    from engine.data import schemas
+    from engine.data import checks, files, schemas
     from engine.models.folders import ModelError
 
-    reasons = schemas.refusals(config, [step])
+    reasons = checks.refusals(config, [step])
     if reasons:
         refuse(*reasons)
     try:
@@ -117,7 +117,7 @@ def export_data(
             tokenizer, _ = _tokenizer(config)
             found = inspection.exported(config, tokenizer, schemas.PHASES[step - 1], note=_note)
             count = _write_lines(output, found)
-    except (schemas.DataError, ModelError) as error:
+    except (files.DataError, ModelError) as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"cannot write --output {output}: {error.strerror or error}")
@@ -140,13 +140,13 @@ def _configuration(
 
 def _check_readable(source: DataSource) -> None:
     """Refuse a source that is not there or broken, before anything heavy is imported."""
-    from engine.data import schemas
+    from engine.data import checks, files, schemas
 
     try:
         schema = schemas.schema_of(source)
-        if schema is not None and schemas.is_local(source.path):
-            schemas.check_rows(source, schema)
-    except schemas.DataError as error:
+        if schema is not None and files.is_local(source.path):
+            checks.check_rows(source, schema)
+    except files.DataError as error:
         refuse(str(error))
 
 

@@ -39,7 +39,7 @@ from engine.config import (
 )
 from engine.config.deepspeed import Role
 from engine.config.layout import STEP_FOLDERS, StepName
-from engine.data import schemas
+from engine.data import checks, files
 from engine.models import catalogue, embedded, folders
 from engine.planning import KNOWN_FAMILIES, ModelShape
 
@@ -164,7 +164,7 @@ def _count_nodes(config: RunConfig) -> None:
 
 def _make_absolute(sources: list[DataSource]) -> None:
     for source in sources:
-        if schemas.is_local(source.path):
+        if files.is_local(source.path):
             source.path = str(Path(source.path).expanduser().absolute())
 
 
@@ -172,9 +172,9 @@ def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
     """What stands against the data of each step, its overrides of data put in."""
     alone = [step for step in steps if "data" in getattr(config, step.name).overrides]
     common = [step.number for step in steps if step not in alone]
-    reasons = schemas.refusals(config, common) if common or not alone else []
+    reasons = checks.refusals(config, common) if common or not alone else []
     for step in alone:
-        reasons += schemas.refusals(config.for_step(step.name), [step.number])
+        reasons += checks.refusals(config.for_step(step.name), [step.number])
     return list(dict.fromkeys(reasons))
 
 
@@ -518,6 +518,6 @@ def _check_launch(config: RunConfig, run: Path) -> list[str]:
     if gpus is not None and config.launch.num_accelerators > len(gpus):
         reasons.append(
             f"launch.num_accelerators={config.launch.num_accelerators}, but CUDA_VISIBLE_DEVICES "
-            f"allows {len(gpus)}. Way out: launch.num_accelerators={len(gpus)}"
+            f"allows {len(gpus)}. Fix: launch.num_accelerators={len(gpus)}"
         )
     return reasons

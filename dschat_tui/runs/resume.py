@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,56 +20,12 @@ from engine.config import (
     apply_overrides,
     get_value,
     layout,
+    options,
     read_yaml,
     resolve,
     to_yaml,
 )
-from engine.config.layout import StepName
 from engine.models.folders import is_complete_model
-
-ANY_TIME: tuple[StepName, ...] = ()
-ALL_STEPS: tuple[StepName, ...] = ("sft", "reward", "ppo", "dpo")
-
-# What may change when a run goes on, by option or group, the longest name that fits deciding. An
-# option with steps may change until one of them is under way: checkpoints hold its consequences.
-# What is not here never may: the steps that are done were made with it.
-MAY_CHANGE: Mapping[str, tuple[StepName, ...]] = {
-    "checkpoint": ANY_TIME,
-    "logging": ANY_TIME,
-    "gates": ANY_TIME,
-    "hybrid_engine": ANY_TIME,
-    "data.cache_dir": ANY_TIME,
-    "launch.master_port": ANY_TIME,
-    "launch.hostfile": ANY_TIME,
-    "actor.gradient_checkpointing": ANY_TIME,
-    "critic.gradient_checkpointing": ANY_TIME,
-    "sft.micro_batch_size": ANY_TIME,
-    "sft.eval_batch_size": ANY_TIME,
-    "sft.eval_interval": ANY_TIME,
-    "reward.micro_batch_size": ANY_TIME,
-    "reward.eval_batch_size": ANY_TIME,
-    "reward.eval_interval": ANY_TIME,
-    "dpo.micro_batch_size": ANY_TIME,
-    "dpo.eval_batch_size": ANY_TIME,
-    "dpo.eval_interval": ANY_TIME,
-    "ppo.micro_batch_size": ANY_TIME,
-    "ppo.generation_batch_size": ANY_TIME,
-    "sft": ("sft",),
-    "reward": ("reward",),
-    "ppo": ("ppo",),
-    "dpo": ("dpo",),
-    "ref": ("ppo", "dpo"),
-    "ema": ("ppo",),
-    "actor": ("sft", "ppo", "dpo"),
-    "actor.learning_rate": ("ppo",),
-    "actor.weight_decay": ("ppo",),
-    "critic": ("reward", "ppo"),
-    "critic.learning_rate": ("ppo",),
-    "critic.weight_decay": ("ppo",),
-    "mixz": ALL_STEPS,
-    "dtype": ALL_STEPS,
-    "launch": ALL_STEPS,
-}
 
 
 @dataclass(frozen=True)
@@ -196,24 +151,15 @@ def _is_done(run: RunFolder, step: Step) -> bool:
     return all(map(is_complete_model, run.model_folders(step, config.ema.enabled)))
 
 
-def steps_concerned(key: str) -> tuple[StepName, ...] | None:
-    """The steps that an option must not change under; None: it never may change."""
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        found = MAY_CHANGE.get(".".join(parts[:length]))
-        if found is not None:
-            return found
-    return None
-
-
 def _check_changes(
     changes: list[Change], left: list[Step], under_way: Step | None, mending: set[str]
 ) -> tuple[list[str], bool]:
     """Why changes are refused, one reason each; and whether the step under way begins anew."""
     reasons, anew = [], False
     to_come = {step.name for step in left}
+    fixed_by = {option.key: option.fixed_by for option in options()}
     for change in changes:
-        concerned = steps_concerned(change.key)
+        concerned = fixed_by[change.key]
         if concerned is None:
             reasons.append(
                 f"{change}: the whole run rests on {change.key}, so it cannot change. Start "

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 0.05
 PANELS = ("profiles", "options", "plan", "command")
 # the names of the groups, as dschat_tui.form has them: it takes a moment to load
+# the groups of the schema, whose import would delay the first picture
 GROUP_TABS = ("memory", "speed", "LoRA", "stability", "data", "logging", "all")
 FIRST_PROFILE = "tiny"
 
@@ -527,17 +528,17 @@ class StartScreen(DashboardScreen):
 
     def action_way_out(self) -> None:
         """Set what the greyed option needs, what a broken rule asks for, or what makes it fit."""
-        from dschat_tui.form import mend_texts
+        from dschat_tui.form import fix_texts
 
         if self.form is None:
             return
         option = self._option() if self.panel == "options" else None
-        changes = self.form.way_out(option.key) if option is not None else {}
+        changes = self.form.suggested_fix(option.key) if option is not None else {}
         for violation in self.form.violations:
-            changes = changes or mend_texts(violation.mend)
+            changes = changes or fix_texts(violation.fix)
         report = self.planned.report if self.planned is not None else None
         if not changes and report is not None and report.change is not None:
-            changes = mend_texts(report.change.assignments)
+            changes = fix_texts(report.change.assignments)
         if not changes:
             self.tell("nothing to set: no rule is in the way here, and the plan proposes nothing")
         elif problem := self._assign(changes):

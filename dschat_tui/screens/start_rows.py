@@ -141,7 +141,7 @@ def option_detail(
     for value, violation in form.obstacles(option.key)[:2]:
         told = f"{glyphs.check} not {value_text(value)}: {violation.wrong}: {violation.why}"
         rows += wrapped(clean(told, glyphs is ASCII), width, "warn")
-    if way := form.way_out(option.key):
+    if way := form.suggested_fix(option.key):
         changes = ", ".join(f"{key}={text}" for key, text in way.items())
         # kept in sight: the rule above it can be long
         rows = [*rows[: max(height - 1, 1)], [(f"w sets {changes}", "strong")]]

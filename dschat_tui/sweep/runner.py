@@ -497,7 +497,7 @@ def share_machine(sweep: Sweep, parallel: int) -> list[dict[str, str]]:
     if gpus and len(gpus) < parallel * ranks:
         raise SweepError(
             f"--parallel {parallel} runs of {ranks} accelerators each take {parallel * ranks}; "
-            f"there are {len(gpus)}. Way out: --parallel {max(1, len(gpus) // ranks)}"
+            f"there are {len(gpus)}. Fix: --parallel {max(1, len(gpus) // ranks)}"
         )
     threads = str(max(1, launch.usable_cores() // (parallel * ranks)))
     shares = []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ import platformdirs
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.config.layout import STEP_FOLDERS
-from engine.config.schema import RunConfig, merged
+from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.schema import Group, RunConfig, merged
 
 
 class ConfigError(ValueError):
@@ -24,7 +26,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of the configuration, as help texts and forms show it."""
+    """One leaf of the configuration, as help texts and forms show it.
+
+    `group` and `fixed_by` are its own or those of its section: see `engine.config.schema.option`.
+    """
 
     key: str
     title: str
@@ -32,6 +37,8 @@ class Option:
     unit: str
     default: Any
     annotation: Any
+    group: Group | None
+    fixed_by: tuple[StepName, ...] | None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -48,27 +55,40 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     return annotation if is_model else None
 
 
-def options(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[Option]:
+@cache
+def options() -> tuple[Option, ...]:
     """All leaves of the configuration in the order of the schema, with dotted keys."""
-    found: list[Option] = []
+    return tuple(_options_in(RunConfig, "", None, None))
+
+
+def _options_in(
+    model: type[BaseModel],
+    prefix: str,
+    group: Group | None,
+    fixed_by: tuple[StepName, ...] | None,
+) -> Iterator[Option]:
+    """The leaves of a section; `group` and `fixed_by` hold for those without their own."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
+        extra: Any = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        own_group = extra.get("group") or group
+        own_fixed_by = extra.get("fixed_by")
+        if own_fixed_by is None:
+            own_fixed_by = fixed_by
         nested = _section_type(field.annotation)
         if nested is not None:
-            found += options(nested, f"{key}.")
+            yield from _options_in(nested, f"{key}.", own_group, own_fixed_by)
             continue
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        found.append(
-            Option(
-                key=key,
-                title=field.title or name,
-                help=field.description or "",
-                unit=str(extra.get("unit", "")),
-                default=field.get_default(call_default_factory=True),
-                annotation=field.annotation,
-            )
+        yield Option(
+            key=key,
+            title=field.title or name,
+            help=field.description or "",
+            unit=str(extra.get("unit", "")),
+            default=field.get_default(call_default_factory=True),
+            annotation=field.annotation,
+            group=own_group,
+            fixed_by=own_fixed_by,
         )
-    return found
 
 
 def user_profiles() -> Path:

@@ -28,14 +28,44 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]
 
 
-def option(default: Any, title: str, help: str, unit: str = "") -> Any:
-    """A configuration field with the texts that every surface of the product shows."""
-    return Field(default, title=title, description=help, json_schema_extra={"unit": unit})
+# The tabs of the form.
+Group = Literal["memory", "speed", "LoRA", "stability", "data", "logging"]
+ALL_STEPS: tuple[StepName, ...] = tuple(STEP_FOLDERS)
 
 
-def section(model: type[BaseModel], title: str, help: str) -> Any:
-    """A nested group of options."""
-    return Field(default_factory=model, title=title, description=help)
+def option(
+    default: Any,
+    title: str,
+    help: str,
+    unit: str = "",
+    group: Group | None = None,
+    fixed_by: tuple[StepName, ...] | None = None,
+) -> Any:
+    """A configuration field with the texts that every surface of the product shows.
+
+    Args:
+        default: the value where none is given.
+        title: a few words.
+        help: what it does, and what an empty value means.
+        unit: of the value.
+        group: tab of the form; None: that of its section, and without one the tab of all options.
+        fixed_by: the steps whose checkpoints depend on it. A resumed run may change it until one
+            of them has begun; (): at any time; None: as its section, and without one never.
+    """
+    extra: dict[str, Any] = {"unit": unit, "group": group, "fixed_by": fixed_by}
+    return Field(default, title=title, description=help, json_schema_extra=extra)
+
+
+def section(
+    model: type[BaseModel],
+    title: str,
+    help: str,
+    group: Group | None = None,
+    fixed_by: tuple[StepName, ...] | None = None,
+) -> Any:
+    """A nested group of options, with what holds for those that say nothing themselves."""
+    extra: dict[str, Any] = {"group": group, "fixed_by": fixed_by}
+    return Field(default_factory=model, title=title, description=help, json_schema_extra=extra)
 
 
 def merged(base: Any, changes: Any) -> Any:
@@ -157,7 +187,10 @@ class DataConfig(Section):
         "empty: the tokenizer's EOS",
     )
     cache_dir: str | None = option(
-        None, "Cache folder", "Where tokenised data lies; empty: the user's cache folder"
+        None,
+        "Cache folder",
+        "Where tokenised data lies; empty: the user's cache folder",
+        fixed_by=(),
     )
 
 
@@ -197,55 +230,74 @@ class RoleConfig(Section):
         0,
         "ZeRO stage",
         "0 replicated, 1 optimizer states, 2 and gradients, 3 and parameters sharded over devices",
+        group="memory",
     )
     offload: bool = option(
         False,
         "Offload",
         "Keep optimizer states (and, under ZeRO-3, parameters) in host memory; slower",
+        group="memory",
     )
     nvme_path: str | None = option(
         None,
         "NVMe folder",
         "Offload into files of this folder instead of host memory (ZeRO-Infinity); needs ZeRO-3",
+        group="memory",
     )
     zero_quantized_weights: bool = option(
         False,
         "Quantised gather",
         "ZeRO++: send weights as int8 when ZeRO-3 gathers them; half the traffic, small errors",
+        group="speed",
     )
     zero_quantized_gradients: bool = option(
         False,
         "Quantised gradients",
         "ZeRO++: send gradients as int4 when ZeRO-3 reduces them; needs CUDA",
+        group="speed",
     )
     hierarchical_partition: bool = option(
         False,
         "Hierarchical partition",
         "ZeRO++: a second copy of the weights in each of several nodes, so that backward passes "
         "gather within a node",
+        group="speed",
     )
     gradient_checkpointing: bool = option(
         False,
         "Gradient checkpointing",
         "Recompute activations in the backward pass: about a third more compute, far less memory",
+        group="memory",
+        fixed_by=(),
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = option(
-        None, "Dropout", "Dropout of the model; empty: as in its own configuration (0 in PPO, DPO)"
+        None,
+        "Dropout",
+        "Dropout of the model; empty: as in its own configuration (0 in PPO, DPO)",
+        group="stability",
     )
     learning_rate: PositiveFloat = option(
-        9.65e-6, "PPO learning rate", "Peak learning rate of this model in step 3"
+        9.65e-6,
+        "PPO learning rate",
+        "Peak learning rate of this model in step 3",
+        group="stability",
+        fixed_by=("ppo",),
     )
     weight_decay: NonNegativeFloat = option(
-        0.1, "PPO weight decay", "Weight decay of this model in step 3"
+        0.1, "PPO weight decay", "Weight decay of this model in step 3", fixed_by=("ppo",)
     )
-    lora: LoraConfig = section(LoraConfig, "LoRA", "Low-rank adapters")
+    lora: LoraConfig = section(LoraConfig, "LoRA", "Low-rank adapters", group="LoRA")
 
 
 class CriticConfig(RoleConfig):
     """The critic's layout; it learns slower than the actor."""
 
     learning_rate: PositiveFloat = option(
-        5e-6, "PPO learning rate", "Peak learning rate of this model in step 3"
+        5e-6,
+        "PPO learning rate",
+        "Peak learning rate of this model in step 3",
+        group="stability",
+        fixed_by=("ppo",),
     )
 
 
@@ -262,6 +314,7 @@ class RefConfig(Section):
         True,
         "Share with the actor",
         "With only-LoRA the reference is the actor with its adapters off: no second copy",
+        group="LoRA",
     )
 
 
@@ -318,7 +371,7 @@ class LaunchConfig(Section):
         None, "Nodes", "Nodes that a multi_node run takes; empty: all of the hostfile", "nodes"
     )
     hostfile: str | None = option(
-        None, "Hostfile", "Lines 'host slots=N' of the nodes of a multi_node run"
+        None, "Hostfile", "Lines 'host slots=N' of the nodes of a multi_node run", fixed_by=()
     )
     memory_gib: PositiveFloat | None = option(
         None,
@@ -327,7 +380,7 @@ class LaunchConfig(Section):
         "GiB",
     )
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = option(
-        None, "Master port", "Port of the rendezvous; empty: a free one for each run"
+        None, "Master port", "Port of the rendezvous; empty: a free one for each run", fixed_by=()
     )
 
 
@@ -339,22 +392,26 @@ Scheduler = Literal[
 class StepConfig(Section):
     """What the three steps share: how long, how fast."""
 
-    epochs: PositiveInt = option(1, "Epochs", "Passes over the data of the step", "epochs")
+    epochs: PositiveInt = option(
+        1, "Epochs", "Passes over the data of the step", "epochs", group="speed"
+    )
     max_steps: PositiveInt | None = option(
-        None, "Most steps", "Stop after so many steps; empty: all epochs", "steps"
+        None, "Most steps", "Stop after so many steps; empty: all epochs", "steps", group="speed"
     )
     batch_size: PositiveInt = option(
-        32, "Batch size", "Rows of one optimizer step over all devices", "rows"
+        32, "Batch size", "Rows of one optimizer step over all devices", "rows", group="speed"
     )
     micro_batch_size: PositiveInt | None = option(
         None,
         "Micro batch size",
         "Rows a device at once; empty: batch size / devices. Accumulation follows from both",
         "rows a device",
+        group="memory",
+        fixed_by=(),
     )
     scheduler: Scheduler = option("cosine", "Schedule", "Decay of the learning rate")
     warmup_steps: NonNegativeInt = option(
-        0, "Warm-up", "Optimizer steps from 0 to the peak learning rate", "steps"
+        0, "Warm-up", "Optimizer steps from 0 to the peak learning rate", "steps", group="stability"
     )
     adam_betas: Annotated[tuple[Share, Share], BeforeValidator(_split_list)] = option(
         (0.9, 0.95), "Adam betas", "Decay of the first and second moment"
@@ -380,19 +437,26 @@ class StepConfig(Section):
 class PretrainingStyleStep(StepConfig):
     """What steps 1 and 2 share."""
 
-    learning_rate: PositiveFloat = option(9.65e-6, "Learning rate", "Peak learning rate")
+    learning_rate: PositiveFloat = option(
+        9.65e-6, "Learning rate", "Peak learning rate", group="stability"
+    )
     weight_decay: NonNegativeFloat = option(0.0, "Weight decay", "Weight decay (AdamW)")
     max_length: PositiveInt = option(
-        512, "Length", "Most tokens a row; longer rows lose their oldest turns", "tokens"
+        512,
+        "Length",
+        "Most tokens a row; longer rows lose their oldest turns",
+        "tokens",
+        group="data",
     )
     eval_batch_size: PositiveInt = option(
-        16, "Evaluation batch", "Rows a device in evaluation", "rows a device"
+        16, "Evaluation batch", "Rows a device in evaluation", "rows a device", fixed_by=()
     )
     eval_interval: PositiveInt | None = option(
         None,
         "Evaluation interval",
         "Evaluate also every so many optimizer steps; empty: before and after each epoch",
         "steps",
+        fixed_by=(),
     )
 
 
@@ -423,7 +487,10 @@ class DpoConfig(PretrainingStyleStep):
     """Step 2 as a direct preference optimisation of the actor (Rafailov et al. 2023)."""
 
     beta: PositiveFloat = option(
-        0.1, "Beta", "Scale of the implicit rewards: a larger one keeps nearer to the reference"
+        0.1,
+        "Beta",
+        "Scale of the implicit rewards: a larger one keeps nearer to the reference",
+        group="stability",
     )
     label_smoothing: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0, "Label smoothing", "Share of the pairs that are taken to be labelled the wrong way"
@@ -435,57 +502,94 @@ class PpoConfig(StepConfig):
     """Step 3, PPO on the reward model's score."""
 
     rollout_batch_size: PositiveInt = option(
-        32, "Rollout batch", "Prompts answered in one generation step over all devices", "prompts"
+        32,
+        "Rollout batch",
+        "Prompts answered in one generation step over all devices",
+        "prompts",
+        group="speed",
     )
     generation_batch_size: PositiveInt | None = option(
         None,
         "Generation batch",
         "Prompts a device generates at once; empty: rollout batch / devices",
         "prompts a device",
+        group="memory",
+        fixed_by=(),
     )
     inner_epochs: PositiveInt = option(
         1, "PPO epochs", "Passes over one rollout batch, each in a fresh order", "epochs"
     )
     max_prompt_length: PositiveInt = option(
-        256, "Prompt length", "Most tokens of a prompt; longer prompts are dropped", "tokens"
+        256,
+        "Prompt length",
+        "Most tokens of a prompt; longer prompts are dropped",
+        "tokens",
+        group="data",
     )
     max_answer_length: PositiveInt = option(
-        256, "Answer length", "Most tokens generated for an answer", "tokens"
+        256, "Answer length", "Most tokens generated for an answer", "tokens", group="data"
     )
     temperature: PositiveFloat = option(1.0, "Temperature", "Of sampling and of all log-probs")
     kl_coef: NonNegativeFloat = option(
-        0.1, "KL coefficient", "Weight of the KL to the reference in the reward"
+        0.1, "KL coefficient", "Weight of the KL to the reference in the reward", group="stability"
     )
     kl_target: PositiveFloat | None = option(
-        None, "KL target", "Adapts the KL coefficient to this KL a sequence; empty: fixed", "nats"
+        None,
+        "KL target",
+        "Adapts the KL coefficient to this KL a sequence; empty: fixed",
+        "nats",
+        group="stability",
     )
     kl_horizon: PositiveInt = option(
         10_000, "KL horizon", "Sequences over which the KL coefficient adapts", "sequences"
     )
-    clip: PositiveFloat = option(0.2, "Policy clip", "Largest change of the probability ratio")
-    value_clip: PositiveFloat = option(0.2, "Value clip", "Largest change of a value an update")
+    clip: PositiveFloat = option(
+        0.2, "Policy clip", "Largest change of the probability ratio", group="stability"
+    )
+    value_clip: PositiveFloat = option(
+        0.2, "Value clip", "Largest change of a value an update", group="stability"
+    )
     gamma: Share = option(1.0, "Discount", "Discount of later rewards")
     gae_lambda: Share = option(0.95, "GAE lambda", "Bias against variance of the advantages")
     whiten_advantages: bool = option(
-        True, "Whiten advantages", "Mean 0 and deviation 1 over all tokens of a rollout batch"
+        True,
+        "Whiten advantages",
+        "Mean 0 and deviation 1 over all tokens of a rollout batch",
+        group="stability",
     )
-    reward_clip: PositiveFloat = option(5.0, "Reward clip", "Bound of the score on both sides")
+    reward_clip: PositiveFloat = option(
+        5.0, "Reward clip", "Bound of the score on both sides", group="stability"
+    )
     normalize_reward: bool = option(
         False,
         "Normalise reward",
         "Subtract the mean and divide by the deviation of scores over samples of the SFT model",
+        group="stability",
     )
     missing_eos_penalty: NonNegativeFloat | None = option(
-        None, "Missing EOS penalty", "Subtracted from the score of an answer without EOS"
+        None,
+        "Missing EOS penalty",
+        "Subtracted from the score of an answer without EOS",
+        group="stability",
     )
     unsupervised_coef: NonNegativeFloat = option(
-        27.8, "Mixture coefficient", "Weight of the unsupervised loss beside the actor's"
+        27.8,
+        "Mixture coefficient",
+        "Weight of the unsupervised loss beside the actor's",
+        group="stability",
     )
     align_overflow: bool = option(
-        False, "Align overflow", "fp16: if actor or critic overflows, both skip the step"
+        False,
+        "Align overflow",
+        "fp16: if actor or critic overflows, both skip the step",
+        group="stability",
     )
     warmup_steps: NonNegativeInt = option(
-        100, "Warm-up", "Optimizer steps from 0 to the peak learning rate", "steps"
+        100,
+        "Warm-up",
+        "Optimizer steps from 0 to the peak learning rate",
+        "steps",
+        group="stability",
     )
     adam_eps: PositiveFloat = option(1e-5, "Adam epsilon", "Epsilon of the optimizers of step 3")
 
@@ -546,12 +650,16 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """Everything that decides what a run does."""
 
-    models: ModelsConfig = section(ModelsConfig, "Models", "Which models a run starts from")
-    data: DataConfig = section(DataConfig, "Data", "What is learnt from")
+    models: ModelsConfig = section(
+        ModelsConfig, "Models", "Which models a run starts from", group="data"
+    )
+    data: DataConfig = section(DataConfig, "Data", "What is learnt from", group="data")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto",
         "Precision",
         "auto: bf16 where the hardware is fast at it, else fp16 on CUDA and fp32 on a CPU",
+        group="memory",
+        fixed_by=ALL_STEPS,
     )
     seed: NonNegativeInt = option(1234, "Seed", "Of data order, sampling and new weights")
     alignment: Literal["ppo", "dpo"] = option(
@@ -559,31 +667,66 @@ class RunConfig(Section):
         "Alignment",
         "ppo: a reward model (step 2), then PPO on it (step 3); dpo: step 2 is a direct preference "
         "optimisation of the actor, and the run ends with it",
+        group="data",
     )
-    launch: LaunchConfig = section(LaunchConfig, "Launch", "Where processes start")
+    launch: LaunchConfig = section(
+        LaunchConfig, "Launch", "Where processes start", group="speed", fixed_by=ALL_STEPS
+    )
     actor: RoleConfig = section(
-        RoleConfig, "Actor", "Layout of the actor; applies in steps 1 and 3, and in DPO"
+        RoleConfig,
+        "Actor",
+        "Layout of the actor; applies in steps 1 and 3, and in DPO",
+        fixed_by=("sft", "ppo", "dpo"),
     )
     critic: CriticConfig = section(
-        CriticConfig, "Critic", "Layout of the critic; applies in steps 2 and 3"
+        CriticConfig,
+        "Critic",
+        "Layout of the critic; applies in steps 2 and 3",
+        fixed_by=("reward", "ppo"),
     )
-    ref: RefConfig = section(RefConfig, "Reference", "The frozen reference of step 3 and of DPO")
+    ref: RefConfig = section(
+        RefConfig,
+        "Reference",
+        "The frozen reference of step 3 and of DPO",
+        group="memory",
+        fixed_by=("ppo", "dpo"),
+    )
     hybrid_engine: HybridEngineConfig = section(
-        HybridEngineConfig, "Hybrid engine", "Fast generation in step 3"
+        HybridEngineConfig, "Hybrid engine", "Fast generation in step 3", group="speed", fixed_by=()
     )
-    mixz: MixzConfig = section(MixzConfig, "MixZ", "Mixed-precision ZeRO++")
-    ema: EmaConfig = section(EmaConfig, "EMA", "Average of the actor's weights")
-    sft: SftConfig = section(SftConfig, "Step 1: SFT", "Supervised fine-tuning")
-    reward: RewardConfig = section(RewardConfig, "Step 2: reward model", "Learning to score")
-    dpo: DpoConfig = section(DpoConfig, "Step 2: DPO", "Direct preference optimisation")
-    ppo: PpoConfig = section(PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward")
+    mixz: MixzConfig = section(
+        MixzConfig, "MixZ", "Mixed-precision ZeRO++", group="memory", fixed_by=ALL_STEPS
+    )
+    ema: EmaConfig = section(
+        EmaConfig, "EMA", "Average of the actor's weights", group="stability", fixed_by=("ppo",)
+    )
+    sft: SftConfig = section(SftConfig, "Step 1: SFT", "Supervised fine-tuning", fixed_by=("sft",))
+    reward: RewardConfig = section(
+        RewardConfig, "Step 2: reward model", "Learning to score", fixed_by=("reward",)
+    )
+    dpo: DpoConfig = section(
+        DpoConfig, "Step 2: DPO", "Direct preference optimisation", fixed_by=("dpo",)
+    )
+    ppo: PpoConfig = section(
+        PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward", fixed_by=("ppo",)
+    )
     gates: GatesConfig = section(
-        GatesConfig, "Gates", "What steps 1 and 2 must reach for the run to go on by itself"
+        GatesConfig,
+        "Gates",
+        "What steps 1 and 2 must reach for the run to go on by itself",
+        group="stability",
+        fixed_by=(),
     )
     checkpoint: CheckpointConfig = section(
-        CheckpointConfig, "Checkpoints", "What a run keeps to go on after a stop"
+        CheckpointConfig,
+        "Checkpoints",
+        "What a run keeps to go on after a stop",
+        group="logging",
+        fixed_by=(),
     )
-    logging: LoggingConfig = section(LoggingConfig, "Logging", "What a run writes")
+    logging: LoggingConfig = section(
+        LoggingConfig, "Logging", "What a run writes", group="logging", fixed_by=()
+    )
 
     @model_validator(mode="after")
     def _overrides_are_valid(self) -> RunConfig:

@@ -15,7 +15,7 @@ import platformdirs
 import pyarrow
 from datasets import Dataset, Features
 
-from engine.data.schemas import DataError
+from engine.data.files import DataError
 
 ROWS_A_BATCH = 512
 

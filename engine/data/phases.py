@@ -23,8 +23,9 @@ from engine.data.cache import (
     open_rows,
     write_rows,
 )
+from engine.data.files import DataError, Row
 from engine.data.order import shuffled
-from engine.data.schemas import PHASES, DataError, Phase, Row
+from engine.data.schemas import PHASES, Phase
 from engine.data.sources import Note, SourceRows, load_source
 from engine.data.templates import (
     FittedPrompt,

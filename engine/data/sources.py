@@ -22,22 +22,10 @@ from engine.data.cache import (
     open_rows,
     write_rows,
 )
-from engine.data.schemas import (
-    ROWS_LOOKED_AT,
-    DataError,
-    Dropped,
-    Phase,
-    Row,
-    Schema,
-    UnusableRow,
-    find_schema,
-    is_local,
-    local_parts,
-    no_usable_row,
-    normalise,
-    read_rows,
-    schema_of,
-)
+from engine.data.checks import no_usable_row
+from engine.data.files import DataError, Row, is_local, local_parts, read_rows
+from engine.data.rows import Dropped, UnusableRow, normalise
+from engine.data.schemas import ROWS_LOOKED_AT, Phase, Schema, find_schema, schema_of
 
 Note = Callable[[str], None]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.schemas import DataError
+from engine.data.files import DataError
 
 Template = Literal["human_assistant", "chat_template"]
 Message = dict[str, str]

@@ -10,6 +10,8 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
@@ -19,6 +21,7 @@ from engine.config.schema import StepConfig
 from engine.distributed import world_size
 from engine.models.quantization import install_quantizer
 from engine.planning.memory import LARGEST_REDUCE_BUCKET
+from engine.trainers.overflow import loss_scale, scale_updated_afterwards
 
 
 @contextmanager
@@ -79,6 +82,8 @@ def training_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
     )
+    if not engine.zero_optimization() and (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        _undo_first_step(engine.optimizer)
     # Models are loaded in evaluation mode.
     engine.train()
     return engine
@@ -98,7 +103,13 @@ def backward(engine: deepspeed.DeepSpeedEngine, loss_sum: torch.Tensor, total: f
     DeepSpeed averages gradients over ranks: the factor undoes that, so that a mean over tokens of
     uneven rows is the same however they are cut into ranks and micro batches.
     """
-    engine.backward(loss_sum * (world_size() / total), scale_wrt_gas=False)
+    loss = loss_sum * (world_size() / total)
+    if engine.fp16_enabled():
+        scale = loss_scale(engine)
+        # DeepSpeed 0.19 multiplies the loss by the scale under ZeRO alone, though the wrappers of
+        # stage 0 divide gradients by it as well. Set here, the factor is right either way.
+        loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
+    engine.backward(loss, scale_wrt_gas=False)
 
 
 def learning_rates(engine: deepspeed.DeepSpeedEngine) -> list[float]:
@@ -121,10 +132,28 @@ def engine_step(engine: deepspeed.DeepSpeedEngine) -> float:
         # DeepSpeed clips here without telling the norm.
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-    engine.step()
+    scale = loss_scale(engine)
+    with scale_updated_afterwards(engine):
+        engine.step()
     if norm is None:
         norm = engine.get_global_grad_norm()
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            # Its norm is that of the scaled gradients.
+            norm /= scale
     return math.nan if norm is None else float(norm)
+
+
+def _undo_first_step(wrapper: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
+    """Forget the step on gradients of zero by which DeepSpeed allocates Adam's states at stage 0.
+
+    Adam would count it, which makes the first real steps a quarter smaller, and weight decay has
+    already acted on the fp32 weights.
+    """
+    wrapper.refresh_fp32_params()
+    wrapper.optimizer.state.clear()
+    for group in wrapper.optimizer.param_groups:
+        # FusedAdam counts its steps here, torch's AdamW in the state.
+        group.pop("step", None)
 
 
 def _check_device(zero: dict[str, Any]) -> None:

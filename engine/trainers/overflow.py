@@ -1,4 +1,4 @@
-"""fp16: actor and critic skip an optimizer step together, whichever of them overflowed."""
+"""fp16: the loss scale, and steps that actor and critic skip together if either overflowed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
+
+
+def loss_scale(engine: DeepSpeedEngine) -> float:
+    """The factor that the engine's gradients are computed with; 1 in formats that need none."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+
+
+@contextmanager
+def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Around an optimizer step: change the loss scale only once the step is done.
+
+    DeepSpeed 0.19 raises the scale first and then divides the gradients by the new one, so that
+    every step that raises it would take half of its gradients.
+    """
+    if not engine.fp16_enabled():
+        yield
+        return
+    update_scale = engine.optimizer._update_scale
+    updates: list[bool] = []
+    with _replaced(engine.optimizer, "_update_scale", updates.append):
+        yield
+    for overflowed in updates:
+        update_scale(overflowed)
 
 
 @contextmanager
@@ -55,9 +78,13 @@ def _decided(engine: DeepSpeedEngine, overflow: bool, keep_scale: bool) -> Itera
 
 @contextmanager
 def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Hide a method of one object."""
+    """Hide a method of one object; what hid it before is there again afterwards."""
+    hidden = vars(owner).get(name)
     setattr(owner, name, method)
     try:
         yield
     finally:
-        delattr(owner, name)
+        if hidden is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, hidden)

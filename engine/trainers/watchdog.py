@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from deepspeed import DeepSpeedEngine
 
+from engine.trainers.overflow import loss_scale
 from engine.trainers.report import Report
 
 # Steps in a row before an alarm: one bad step is not a trend.
@@ -49,8 +50,8 @@ class Watchdog:
             FloatingPointError: a value is not finite, or the loss scale stays at its floor.
         """
         skipping = [name for name, engine in self._engines.items() if not engine.was_step_applied()]
-        for name in self._engines:
-            at_floor = name in skipping and _loss_scale(self._engines[name]) <= 1
+        for name, engine in self._engines.items():
+            at_floor = name in skipping and engine.fp16_enabled() and loss_scale(engine) <= 1
             if self._held(f"{name} floor", at_floor, _FLOOR_STEPS):
                 raise FloatingPointError(
                     f"the loss scale of the {name} stayed at its floor for {_FLOOR_STEPS} steps, "
@@ -96,10 +97,3 @@ class Watchdog:
         """Whether something has just been true for so many steps in a row; told once a time."""
         self._in_a_row[name] = self._in_a_row[name] + 1 if true_now else 0
         return self._in_a_row[name] == steps
-
-
-def _loss_scale(engine: DeepSpeedEngine) -> float:
-    """The current loss scale, infinite where there is none."""
-    if not engine.fp16_enabled():
-        return math.inf
-    return float(getattr(engine.optimizer, "cur_scale", math.inf))

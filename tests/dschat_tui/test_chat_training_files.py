@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from dschat_tui.chat.commands import respond
 from dschat_tui.chat.session import Session
 from engine.config import DataSource
-from engine.data.schemas import normalise, read_rows, schema_of
+from engine.data.files import read_rows
+from engine.data.rows import normalise
+from engine.data.schemas import schema_of
 
 
 class Two:

@@ -317,7 +317,7 @@ def test_the_number_of_nodes_counts_in_batches_and_needs_several_nodes():
     assert "batch-size-divides" in [violation.id for violation in check(config)]
     one_node = resolve({"launch": {"num_nodes": 2}}, "test")
     violation = next(v for v in check(one_node) if v.id == "hostfile-and-deployment")
-    assert violation.mend["launch.num_nodes"] == "null"
+    assert violation.fix["launch.num_nodes"] == "null"
 
 
 def test_known_shapes_have_the_parameters_that_are_published():

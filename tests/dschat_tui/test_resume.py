@@ -211,10 +211,18 @@ def test_only_processes_that_the_run_started_are_ended(tmp_path):
         stranger.wait()
 
 
-def test_every_name_in_the_table_of_changes_is_an_option_or_a_group():
-    keys = [option.key for option in options()]
-    for name in resume.MAY_CHANGE:
-        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+def test_no_step_can_have_another_base_and_every_step_can_have_other_micro_batches():
+    fixed_by = {option.key: option.fixed_by for option in options()}
+    for key, steps in fixed_by.items():
+        assert steps is None or set(steps) <= {step.name for step in STEPS}, key
+        if key.split(".")[0] in ("models", "seed", "alignment"):
+            assert steps is None, key
+        if key.endswith("micro_batch_size") or key.split(".")[0] in ("logging", "checkpoint"):
+            assert steps == (), key
+    # of a section, of an option in it, and of a section within a section
+    assert fixed_by["critic.zero_stage"] == ("reward", "ppo")
+    assert fixed_by["critic.learning_rate"] == ("ppo",)
+    assert fixed_by["actor.lora.rank"] == ("sft", "ppo", "dpo")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_both_models_are_named(tmp_path):
     actor, reward = write_model(tmp_path / "a", "x", "y"), write_model(tmp_path / "b", "y", "x")
     message = told(tmp_path, actor=actor, reward=reward)
     assert f"models.actor={actor} and models.reward={reward} have different tokenizers" in message
-    assert "Way out: models.reward=sft" in message
+    assert "Fix: models.reward=sft" in message
 
 
 def test_finished_models_are_the_ones_compared(tmp_path):

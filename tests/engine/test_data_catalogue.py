@@ -8,15 +8,10 @@ from datasets import Dataset, DatasetDict
 
 from engine.config.schema import DataSource, RunConfig
 from engine.data.catalogue import DATA_SETS, entry_for
-from engine.data.schemas import (
-    DataError,
-    find_schema,
-    is_local,
-    normalise,
-    refusals,
-    schema_of,
-    serves_steps,
-)
+from engine.data.checks import refusals, serves_steps
+from engine.data.files import DataError, is_local
+from engine.data.rows import normalise
+from engine.data.schemas import find_schema, schema_of
 from engine.data.sources import load_source
 
 HH_PROMPT = "\n\nHuman: Hi?\n\nAssistant: Yes?\n\nHuman: Tea?\n\nAssistant:"

@@ -7,8 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.config.schema import DataSource, RunConfig
+from engine.data.checks import check_rows, refusals
+from engine.data.files import DataError
 from engine.data.inspection import exported, histogram, inspect, learnt_pieces
-from engine.data.schemas import DataError, check_rows, refusals, schema_of
+from engine.data.schemas import schema_of
 from engine.data.templates import install_template
 
 # "\n\nHuman: Hi?\n\nAssistant:" is 24 bytes, " Hello." and EOS 8, " No." and EOS 5.

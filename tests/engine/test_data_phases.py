@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from engine.config.schema import RunConfig
 from engine.data import cache
 from engine.data.batches import row_lengths
+from engine.data.files import DataError
 from engine.data.phases import (
     build_phase,
     eval_prompts,
     tokenizer_fingerprint,
     unsupervised_rows,
 )
-from engine.data.schemas import DataError
 from engine.data.templates import (
     encode_answer,
     encode_prompt,

@@ -10,17 +10,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from engine.config.schema import DataSource, RunConfig
-from engine.data.schemas import (
-    DataError,
-    UnusableRow,
-    is_local,
-    local_parts,
-    normalise,
-    read_rows,
-    refusals,
-    schema_of,
-    serves_steps,
-)
+from engine.data.checks import refusals, serves_steps
+from engine.data.files import DataError, is_local, local_parts, read_rows
+from engine.data.rows import UnusableRow, normalise
+from engine.data.schemas import schema_of
 from engine.data.sources import load_source
 
 QUESTION = [{"role": "user", "content": "Hi?"}]
@@ -275,6 +268,6 @@ def test_a_share_of_zero_is_refused_for_its_step(tmp_path):
 
 def test_the_check_before_a_run_needs_no_torch():
     heavy = "torch", "datasets", "transformers", "numpy"
-    program = f"import engine.data.schemas, sys; print([m for m in {heavy} if m in sys.modules])"
+    program = f"import engine.data.checks, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

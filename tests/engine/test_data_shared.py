@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.schema import DataSource, RunConfig
-from engine.data.schemas import refusals, serves_steps
+from engine.data.checks import refusals, serves_steps
 from engine.data.sources import load_source
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data"

@@ -143,7 +143,7 @@ def test_reference_and_reward_model_are_offloaded_separately(role, model, group,
 def test_each_rule_refuses_and_its_change_mends(changes, rule):
     broken = check(configuration(*changes))
     assert [violation.id for violation in broken] == [rule]
-    mended = [f"{key}={value}".replace("True", "true") for key, value in broken[0].mend.items()]
+    mended = [f"{key}={value}".replace("True", "true") for key, value in broken[0].fix.items()]
     assert check(configuration(*changes, *mended), ModelFacts()) == []
 
 

@@ -59,7 +59,7 @@ def test_step_3_runs_every_combination_that_no_rule_refuses(cell, model, results
     if not supported(cell):
         broken = check(options(model(cell.family), *cell.assignments()))
         assert [violation.id for violation in broken] == ["zero2-offload-hybrid-needs-lora"]
-        mended = [f"{key}={value}" for key, value in broken[0].mend.items()]
+        mended = [f"{key}={value}" for key, value in broken[0].fix.items()]
         assert check(options(model(cell.family), *cell.assignments(), *mended)) == []
         results[cell.name] = str(broken[0])
         return

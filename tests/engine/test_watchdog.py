@@ -31,7 +31,7 @@ def engine(applied: bool = True, fp16: bool = False, scale: float = 2.0):
     return SimpleNamespace(
         was_step_applied=lambda: applied,
         fp16_enabled=lambda: fp16,
-        optimizer=SimpleNamespace(cur_scale=scale),
+        optimizer=SimpleNamespace(loss_scale=scale),
     )
 
 
