@@ -100,7 +100,7 @@ _TABLE = (
         "empty_answers",
         "empty answers",
         "",
-        "Answers without a token before their end, which no update learns from.",
+        "Answers whose only token is the end token.",
         "0",
     ),
     Quantity("actor_gradient_norm", "actor gradient", "", "Norm.", "0.1 to 10"),

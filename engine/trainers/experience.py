@@ -18,7 +18,8 @@ class Experience:
     Attributes:
         ids: prompt left padded, answer right padded, `(batch, prompt + answer)`.
         attention_mask: 1 on real tokens, `(batch, prompt + answer)`.
-        mask: bool, true on the answer's tokens up to its first EOS, `(batch, answer)`.
+        mask: bool, true on the answer's tokens up to and with its first EOS, `(batch, answer)`;
+            every answer has a token.
         log_probs: of the actor that answered, `(batch, answer)`.
         ref_log_probs: of the reference, `(batch, answer)`.
         values: of the critic before the update, `(batch, answer)`.

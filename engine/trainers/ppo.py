@@ -254,7 +254,7 @@ class PPOTrainer:
     ) -> Experience:
         engine, temperature = self.engine, self.options.temperature
         answers, width = generation.answers, generation.answers.shape[1]
-        ids, full_mask, mask = self._with_answers(prompts, attention_mask, generation)
+        ids, full_mask, mask = _with_answers(prompts, attention_mask, generation)
         logits = engine.answer_logits(engine.actor, ids, full_mask, width)
         return Experience(
             ids=ids,
@@ -268,21 +268,6 @@ class PPOTrainer:
             ended=ended_with_eos(answers, self.sampling.eos_ids),
         )
 
-    def _with_answers(
-        self, prompts: Tensor, attention_mask: Tensor, generation: Generation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Prompts and their answers in one: ids and attention mask `(batch, prompt + answer)`.
-
-        The third is true on the answer's tokens up to its first EOS, `(batch, answer)`; nowhere in
-        an answer that is EOS alone.
-        """
-        answers, lengths = generation.answers, generation.lengths
-        tokens = length_mask(lengths, answers.shape[1])
-        ids = torch.cat((prompts, answers), dim=1)
-        full_mask = torch.cat((attention_mask, tokens.to(attention_mask.dtype)), dim=1)
-        empty = (lengths == 1) & ended_with_eos(answers, self.sampling.eos_ids)
-        return ids, full_mask, tokens & ~empty.unsqueeze(1)
-
     def _tell_hybrid_engine(self) -> None:
         """Say in the log, once, why the hybrid engine switched itself off."""
         if self.hybrid.off_reason is not None and not self._told_hybrid_engine:
@@ -294,15 +279,14 @@ class PPOTrainer:
     def measure_scores(self) -> tuple[float, float]:
         """Mean and deviation of the scores of the unchanged actor's answers, over all ranks."""
         self.context.report.phase("measuring scores of the SFT model")
-        scores, told = [], []
+        scores = []
         for rows in self.batches.epoch(0)[:_NORMALIZATION_BATCHES]:
             batches = self.prompt_batches(rows)
             generations, _ = self.answer(batches)
             for batch, generation in zip(batches, generations, strict=True):
-                ids, attention_mask, mask = self._with_answers(*batch, generation)
+                ids, attention_mask, _ = _with_answers(*batch, generation)
                 scores.append(self.engine.scores(ids, attention_mask))
-                told.append(mask.any(dim=1))
-        mean, variance = masked_moments(torch.cat(scores), torch.cat(told))
+        mean, variance = _moments(torch.cat(scores))
         std = max(math.sqrt(variance), 1e-6)
         self.context.report.note(f"scores of the SFT model: mean {mean:.4f}, deviation {std:.4f}")
         return float(mean), std
@@ -353,15 +337,9 @@ class PPOTrainer:
     def update(
         self, experience: Experience, minibatch: list[list[int]], stats: UpdateStats
     ) -> None:
-        """One optimizer step of actor and critic on a minibatch, cut into micro batches.
-
-        Without a token in the answers of any rank all ranks skip it.
-        """
+        """One optimizer step of actor and critic on a minibatch, cut into micro batches."""
         micro_batches = [experience.rows(rows) for rows in minibatch]
         (tokens,) = sum_over_ranks(sum(batch.mask.sum() for batch in micro_batches))
-        if not tokens:
-            stats.sums["skipped"] += 1
-            return
         for batch in micro_batches:
             self.train_rlhf(batch, tokens, stats)
         if self.engine.actor_ema and self.engine.actor.was_step_applied():
@@ -484,35 +462,30 @@ class PPOTrainer:
         report, engine, options = self.context.report, self.engine, self.options
 
         # 1. What the answers were like.
-        told = experience.mask.any(dim=1)
+        lengths = experience.mask.sum(dim=1)
         shaped = self.shaped_scores(experience)
-        count, trained, answered, ended, kl, uncertainty, at_bound = sum_over_ranks(
+        count, answered, ended, empty, kl, uncertainty, at_bound = sum_over_ranks(
             len(experience),
-            told.sum(),
-            experience.mask.sum(),
+            lengths.sum(),
             experience.ended.sum(),
+            ((lengths == 1) & experience.ended).sum(),
             experience.kl.sum(),
             (experience.entropies * experience.mask).sum(),
-            ((shaped.abs() >= options.reward_clip) & told).sum(),
+            (shaped.abs() >= options.reward_clip).sum(),
         )
-        empty, trained = count - trained, max(1.0, trained)
-        score_mean, score_variance = masked_moments(experience.scores, told)
-        reward, _ = masked_moments(shaped, told)
+        score_mean, score_variance = _moments(experience.scores)
+        reward, _ = _moments(shaped)
         explained = explained_variance(experience.values, experience.returns, experience.mask)
         reward = float(reward)
-        if self.reward_ema is None or empty < count:
-            previous = reward if self.reward_ema is None else self.reward_ema
-            self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
+        previous = reward if self.reward_ema is None else self.reward_ema
+        self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
 
         # 2. What the updates did.
-        own_flops = stats.sums.pop("flops", 0.0)
-        skipped = int(stats.sums.pop("skipped", 0))
-        if skipped:
-            report.warning(f"step {step}: {skipped} updates skipped, as all answers are empty")
+        own_flops = stats.sums.pop("flops")
         names = sorted(stats.sums)
         totals = sum_over_ranks(*(stats.sums[name] for name in names))
         sums = defaultdict(float, zip(names, totals, strict=True))
-        tokens = max(1.0, sums["tokens"])
+        tokens = sums["tokens"]
         actor_loss, critic_loss = sums["actor_loss"] / tokens, sums["critic_loss"] / tokens
         text_tokens = sums["unsupervised_tokens"]
         unsupervised = sums["unsupervised_loss"] / max(1.0, text_tokens)
@@ -520,8 +493,6 @@ class PPOTrainer:
             "actor_gradient_norm": stats.actor_gradient_norm,
             "critic_gradient_norm": stats.critic_gradient_norm,
         }
-        if skipped == self.updates_a_step:
-            norms = {}
 
         # 3. The lines of the log.
         width = experience.mask.shape[1]
@@ -559,17 +530,17 @@ class PPOTrainer:
             "reward_ema": self.reward_ema,
             "score_mean": float(score_mean),
             "score_std": math.sqrt(score_variance),
-            "reward_at_clip_share": at_bound / trained,
-            "kl": kl / trained,
+            "reward_at_clip_share": at_bound / count,
+            "kl": kl / count,
             "kl_coef": self.kl_coef,
-            "entropy": uncertainty / max(1.0, answered),
+            "entropy": uncertainty / answered,
             "actor_loss": actor_loss,
             "critic_loss": critic_loss,
             "unsupervised_loss": unsupervised if text_tokens else None,
             "approx_kl": sums["approx_kl"] / tokens,
             "clip_fraction": sums["clipped"] / tokens,
             "value_clip_fraction": sums["value_clipped"] / tokens,
-            "first_ratio_mean": sums["first_ratio"] / max(1.0, sums["first_tokens"]),
+            "first_ratio_mean": sums["first_ratio"] / sums["first_tokens"],
             "ratio_mean": sums["ratio"] / tokens,
             "ratio_max": max_over_ranks(stats.ratio_max),
             "explained_variance": float(explained),
@@ -603,7 +574,7 @@ class PPOTrainer:
         self.watchdog.check(step, {name: metrics[name] for name in watched} | norms)
         self.watchdog.watch_rollouts(metrics)
         if self.kl_controller:
-            self.kl_controller.update(kl / trained, int(count))
+            self.kl_controller.update(kl / count, int(count))
 
     def write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
         """Append rank 0's answers to rollouts.jsonl; print them if asked."""
@@ -659,3 +630,22 @@ class PPOTrainer:
             if getattr(self.context.config, name).lora.export:
                 save_adapters(module, base, folder / f"{name}_adapters")
         report.line(training_log.step_finished(str(folder / "actor")))
+
+
+def _with_answers(
+    prompts: Tensor, attention_mask: Tensor, generation: Generation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts and their answers in one: ids and attention mask `(batch, prompt + answer)`.
+
+    The third is true on the answer's tokens up to and with its first EOS, `(batch, answer)`: the
+    EOS is an action, also where it is the only token.
+    """
+    answers = generation.answers
+    mask = length_mask(generation.lengths, answers.shape[1])
+    ids = torch.cat((prompts, answers), dim=1)
+    return ids, torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1), mask
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of one number per answer, over all answers of all ranks."""
+    return masked_moments(values, torch.ones_like(values, dtype=torch.bool))

@@ -1,7 +1,7 @@
 """One rank of `test_matrix.py`: cells of the matrix, one after another in one process.
 
-Then a step in which one rank's answers are all empty, and two steps under ZeRO-3, each
-uninterrupted, and stopped and resumed.
+Then two generation steps, in the first of which one rank's answers are EOS alone and in the second
+all, and two steps under ZeRO-3, each uninterrupted, and stopped and resumed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def main(folder: Path) -> None:
                 with (folder / "results.jsonl").open("a") as file:
                     file.write(json.dumps(result) + "\n")
         trainer = step_3(plan[-1]["model"], folder / "empty", *EMPTY)
-        if rank() == 1:
-            with_empty_answers(trainer, [0, 1])
-        assert trainer.train()
+        for step in range(2):
+            if rank() == 1 - step:
+                with_empty_answers(trainer, [0, 1])
+            trainer.train_step(step, 0, trainer.batches.epoch(0)[step])
         config = options(plan[-1]["model"], *RESUMED)
         for step in ("sft", "ppo"):
             assert train(config, folder / "whole", step)

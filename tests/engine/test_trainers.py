@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from small_run import configuration, with_empty_answers
 
+from engine.algorithms.log_probs import token_log_probs
 from engine.trainers.context import StepContext
 from engine.trainers.experience import Experience
 from engine.trainers.ppo import PPOTrainer, UpdateStats
@@ -113,41 +115,58 @@ def test_pad_equal_to_eos_keeps_the_first_eos_as_an_action(run):
     torch.testing.assert_close(own.scores, same.scores)
 
 
-def test_empty_answers_are_counted_and_change_no_update(run):
-    moved = []
-    for scores_of_empty in (0.0, 7.0):
-        trainer = ppo_trainer(run, "ppo.inner_epochs=1", "ppo.batch_size=8")
-        with_empty_answers(trainer, [2, 5])
-        batches = trainer.prompt_batches(trainer.batches.epoch(0)[0])
-        experience, _ = trainer.generate_experience(batches)
-        told = experience.mask.any(dim=1)
-        assert told.tolist() == [row not in (2, 5) for row in range(8)]
-        experience.scores[~told] = scores_of_empty
-        experience = trainer.add_targets(experience)
-        (minibatch,) = trainer.minibatches(experience)
-        stats = UpdateStats()
-        trainer.update(experience, minibatch, stats)
-        assert stats.sums["tokens"] == experience.mask.sum()
-        moved.append(torch.cat((weights(trainer.engine.actor), weights(trainer.engine.critic))))
-    assert torch.equal(*moved)
+@pytest.mark.parametrize("score", [-5.0, 5.0], ids=["punished", "rewarded"])
+def test_an_answer_that_is_eos_alone_is_unlearnt_or_learnt_by_its_reward(score, run):
+    trainer = ppo_trainer(run, "ppo.inner_epochs=1", "ppo.batch_size=8")
+    empty = [2, 5]
+    with_empty_answers(trainer, empty)
+    batches = trainer.prompt_batches(trainer.batches.epoch(0)[0])
+    experience, _ = trainer.generate_experience(batches)
+    assert experience.mask.sum(dim=1)[empty].tolist() == [1, 1]
+    experience.scores.fill_(-score)
+    experience.scores[empty] = score
+    experience = trainer.add_targets(experience)
+    stats = UpdateStats()
+    (minibatch,) = trainer.minibatches(experience)
+    trainer.update(experience, minibatch, stats)
+    assert stats.sums["tokens"] == experience.mask.sum()
+
+    ids, mask, width = experience.ids, experience.attention_mask, experience.mask.shape[1]
+    engine = trainer.engine
+    with torch.no_grad():
+        logits = engine.answer_logits(engine.actor, ids, mask, width)
+    log_probs = token_log_probs(logits, experience.answers)
+    change = (log_probs - experience.log_probs)[empty, 0]
+    assert torch.equal(change.sign(), torch.full((2,), score).sign())
 
 
-def test_a_step_of_empty_answers_alone_is_skipped_and_told(run, tmp_path, capfd):
+def test_a_step_of_answers_that_are_eos_alone_is_a_step_like_others(run, tmp_path):
     trainer = ppo_trainer(
         tmp_path,
         "ppo.max_steps=1",
+        "ppo.normalize_reward=true",
         f"models.sft={run}/step1-sft/model",
         f"models.trained_reward={run}/step2-reward/model",
     )
     with_empty_answers(trainer, list(range(8)))
     before = weights(trainer.engine.actor), weights(trainer.engine.critic)
     assert trainer.train()
-    assert torch.equal(before[0], weights(trainer.engine.actor))
-    assert torch.equal(before[1], weights(trainer.engine.critic))
-    assert trainer.engine.actor.global_steps == 0
-    metrics = (tmp_path / "step3-rlhf" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(metrics)["empty_answers"] == 8
-    assert "updates skipped, as all answers are empty" in capfd.readouterr().out
+    for old, engine in zip(before, (trainer.engine.actor, trainer.engine.critic), strict=True):
+        assert weights(engine).isfinite().all()
+        assert not torch.equal(old, weights(engine))
+        assert engine.global_steps == trainer.updates_a_step
+    folder = tmp_path / "step3-rlhf"
+    metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["empty_answers"] == 8
+    assert metrics["answer_length"] == metrics["eos_share"] == 1
+    numbers = [
+        value for name, value in metrics.items() if name not in ("kind", "unsupervised_loss")
+    ]
+    assert all(math.isfinite(value) for value in numbers)
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for metric, column in (("reward", "reward"), ("score_mean", "score"), ("kl", "kl")):
+        mean = sum(row[column] for row in rollouts) / 8
+        assert metrics[metric] == pytest.approx(mean, abs=1e-5)
 
 
 def test_scores_in_ppo_are_those_of_the_reward_step(run):
