@@ -59,18 +59,20 @@ def seed_everything(seed: int) -> None:
 
 
 def sum_over_ranks(*values: torch.Tensor | float) -> list[float]:
-    """Sums of scalars over all ranks, in fp64 and one collective."""
-    totals = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    """Sums of scalars over all ranks, in fp64: one collective, and one read of the device."""
+    numbers = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+    totals = torch.tensor(numbers, dtype=torch.float64, device=device())
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            totals[index] = value
     if world_size() > 1:
-        on_device = totals.to(device())
-        dist.all_reduce(on_device)
-        totals = on_device.cpu()
+        dist.all_reduce(totals)
     return totals.tolist()
 
 
 def max_over_ranks(value: torch.Tensor | float) -> float:
     """The largest of a scalar over all ranks."""
-    largest = torch.tensor(float(value), dtype=torch.float64, device=device())
+    largest = torch.as_tensor(value, dtype=torch.float64, device=device()).clone()
     if world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()

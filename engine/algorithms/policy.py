@@ -51,21 +51,20 @@ def policy_loss(
         mask: bool `(batch, answer)`.
         clip: the ratio is held within 1 - clip and 1 + clip.
     """
-    new = torch.masked_select(log_probs, mask).float()
-    old = torch.masked_select(old_log_probs, mask).float().detach()
-    advantage = torch.masked_select(advantages, mask).float().detach()
+    new = _zero_outside(mask, log_probs)
+    old, advantage = (_zero_outside(mask, x).detach() for x in (old_log_probs, advantages))
     ratio = torch.exp(new - old)
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - clip, 1.0 + clip)
     with torch.no_grad():
-        ratio_max = torch.cat((ratio, ratio.new_zeros(1))).max()
+        masked_ratio = ratio.masked_fill(~mask, 0.0)
         approx_kl_sum = k3(old, new).sum()
     return PolicyLoss(
         loss_sum=torch.maximum(unclipped, clipped).sum(),
         token_count=mask.sum(),
         clipped_count=(clipped > unclipped).sum(),
-        ratio_sum=ratio.detach().sum(),
-        ratio_max=ratio_max,
+        ratio_sum=masked_ratio.sum(),
+        ratio_max=masked_ratio.max(),
         approx_kl_sum=approx_kl_sum,
     )
 
@@ -82,9 +81,8 @@ def value_loss(
         mask: bool `(batch, answer)`.
         clip: the clipped value lies within this distance of the old one.
     """
-    new = torch.masked_select(values, mask).float()
-    old = torch.masked_select(old_values, mask).float().detach()
-    target = torch.masked_select(returns, mask).float().detach()
+    new = _zero_outside(mask, values)
+    old, target = (_zero_outside(mask, x).detach() for x in (old_values, returns))
     near_old = old + (new - old).clamp(-clip, clip)
     unclipped = (new - target).square()
     clipped = (near_old - target).square()
@@ -93,6 +91,14 @@ def value_loss(
         token_count=mask.sum(),
         clipped_count=(clipped > unclipped).sum(),
     )
+
+
+def _zero_outside(mask: Tensor, values: Tensor) -> Tensor:
+    """The values in fp32, 0 outside of the mask, where both losses are then 0 as well.
+
+    `masked_select` would make the host wait for the device, which alone knows how many are chosen.
+    """
+    return values.float().masked_fill(~mask, 0.0)
 
 
 def explained_variance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,6 +55,13 @@ class Experience:
         """KL from the reference, estimator k1 summed over each answer, `(batch,)`."""
         return (k1(self.log_probs, self.ref_log_probs) * self.mask).sum(dim=1)
 
+    @cached_property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Tokens of each row's prompt and answer, read from the device once for all rows."""
+        answers = self.mask.sum(dim=1)
+        prompts = self.attention_mask.sum(dim=1) - answers
+        return list(zip(prompts.tolist(), answers.tolist(), strict=True))
+
     def rows(self, index: Sequence[int]) -> Experience:
         """Some rows, without columns that are padding in all of them."""
         at = torch.as_tensor(index, device=self.ids.device)
@@ -62,12 +70,10 @@ class Experience:
             for field in fields(self)
             if (value := getattr(self, field.name)) is not None
         }
-        answer = self.mask.shape[1]
-        kept_answer = max(1, int(chosen["mask"].sum(dim=1).max()))
-        prompt_mask = chosen["attention_mask"][:, :-answer]
-        kept_prompt = int(prompt_mask.sum(dim=1).max())
-        start = prompt_mask.shape[1] - kept_prompt
-        stop = prompt_mask.shape[1] + kept_answer
+        prompts, answers = zip(*(self.lengths[row] for row in index), strict=True)
+        kept_answer = max(answers)
+        prompt = self.ids.shape[1] - self.mask.shape[1]
+        start, stop = prompt - max(prompts), prompt + kept_answer
         for name, value in chosen.items():
             if name in ("ids", "attention_mask"):
                 chosen[name] = value[:, start:stop]

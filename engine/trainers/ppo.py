@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from engine.algorithms.policy import explained_variance, policy_loss, value_loss
 from engine.algorithms.rewards import shape_scores, token_rewards
 from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, row_lengths
 from engine.data.phases import unsupervised_rows
-from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
+from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.generation.hybrid import HybridEngine
 from engine.generation.sampling import Generation, Sampling
 from engine.models.adapters import save_adapters
@@ -41,6 +40,7 @@ from engine.trainers.experience import Experience
 from engine.trainers.overflow import aligned_overflow
 from engine.trainers.report import append
 from engine.trainers.rlhf_engine import RLHFEngine
+from engine.trainers.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.watchdog import Watchdog
 
 # Each rank samples from a stream of its own.
@@ -59,14 +59,17 @@ class GenerationCost:
     passes: int
 
 
-@dataclass
-class UpdateStats:
-    """What the updates on one rollout batch add up to, on this rank."""
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step learns from.
 
-    sums: Counter[str] = field(default_factory=Counter)
-    ratio_max: float = 0.0
-    actor_gradient_norm: float = math.nan
-    critic_gradient_norm: float = math.nan
+    Attributes:
+        micro_batches: rows of this rank's experience.
+        tokens: of the answers on all ranks together.
+    """
+
+    micro_batches: list[list[int]]
+    tokens: float
 
 
 class PPOTrainer:
@@ -189,12 +192,14 @@ class PPOTrainer:
         stats = UpdateStats()
         for minibatch in self.minibatches(experience):
             self.update(experience, minibatch, stats)
+        # Reads the device, so that all its work is in the time.
+        updates = stats.over_ranks()
         train_s = time.perf_counter() - train_started
 
         # 4. The report.
         e2e_s = time.perf_counter() - started
         times = {"e2e_s": e2e_s, "generate_s": cost.seconds, "train_s": train_s}
-        self.report(step, epoch, experience, stats, times, cost)
+        self.report(step, epoch, experience, updates, times, cost)
 
     def prompt_batches(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """This rank's prompts of a global batch, left padded, a generation batch at a time."""
@@ -319,29 +324,28 @@ class PPOTrainer:
             advantages = whiten(advantages, experience.mask)
         return replace(experience, advantages=advantages, returns=returns)
 
-    def minibatches(self, experience: Experience) -> Iterator[list[list[int]]]:
-        """Micro batches of rows of each optimizer step, over all inner epochs.
+    def minibatches(self, experience: Experience) -> Iterator[Minibatch]:
+        """What each optimizer step learns from, over all inner epochs; a collective of all ranks.
 
         Rows of about the same length share a micro batch, which is cut to its longest: less
         padding is computed, and the sum over the minibatch is the same.
         """
         size = self.options.batch_size // world_size()
         micro = self.engine.plan.micro_batch_size
-        lengths = experience.attention_mask.sum(dim=1).tolist()
+        minibatches = []
         for _ in range(self.options.inner_epochs):
             order = torch.randperm(len(experience), generator=self.shuffler).tolist()
-            for start in range(0, len(experience), size):
-                minibatch = sorted(order[start : start + size], key=lambda row: -lengths[row])
-                yield [minibatch[at : at + micro] for at in range(0, size, micro)]
+            minibatches += [order[start : start + size] for start in range(0, len(order), size)]
+        lengths = experience.lengths
+        tokens = sum_over_ranks(*(sum(lengths[row][1] for row in rows) for rows in minibatches))
+        for rows, total in zip(minibatches, tokens, strict=True):
+            ordered = sorted(rows, key=lambda row: -sum(lengths[row]))
+            yield Minibatch([ordered[at : at + micro] for at in range(0, size, micro)], total)
 
-    def update(
-        self, experience: Experience, minibatch: list[list[int]], stats: UpdateStats
-    ) -> None:
+    def update(self, experience: Experience, minibatch: Minibatch, stats: UpdateStats) -> None:
         """One optimizer step of actor and critic on a minibatch, cut into micro batches."""
-        micro_batches = [experience.rows(rows) for rows in minibatch]
-        (tokens,) = sum_over_ranks(sum(batch.mask.sum() for batch in micro_batches))
-        for batch in micro_batches:
-            self.train_rlhf(batch, tokens, stats)
+        for rows in minibatch.micro_batches:
+            self.train_rlhf(experience.rows(rows), minibatch.tokens, stats)
         if self.engine.actor_ema and self.engine.actor.was_step_applied():
             self.engine.actor_ema.update()
 
@@ -380,25 +384,13 @@ class PPOTrainer:
         else:
             stats.critic_gradient_norm = engine_step(engine.critic)
 
-        # 3. Sums for the report. In the first micro batch the policy is the one that answered.
-        if not stats.sums["tokens"]:
-            stats.sums["first_ratio"] = float(policy.ratio_sum)
-            stats.sums["first_tokens"] = float(policy.token_count)
-        stats.ratio_max = max(stats.ratio_max, float(policy.ratio_max))
-        stats.sums.update(
-            actor_loss=float(policy.loss_sum.detach()),
-            critic_loss=float(critic.loss_sum.detach()),
-            tokens=float(policy.token_count),
-            clipped=float(policy.clipped_count),
-            value_clipped=float(critic.clipped_count),
-            ratio=float(policy.ratio_sum),
-            approx_kl=float(policy.approx_kl_sum),
-        )
+        # 3. Sums for the report.
+        stats.add(policy, critic)
         roles = self.context.config.actor, self.context.config.critic
         for role, shape, head in zip(
             roles, (engine.actor_shape, engine.critic_shape), ("lm", "score"), strict=True
         ):
-            stats.sums["flops"] += training_flops(
+            stats.flops += training_flops(
                 shape,
                 *batch.ids.shape,
                 checkpointing=role.gradient_checkpointing,
@@ -417,15 +409,15 @@ class PPOTrainer:
         ).logits
         loss_sum, count = causal_lm_loss(logits, batch["labels"])
         micro_batches = self.engine.plan.accumulation * world_size()
-        stats.sums["unsupervised_loss"] += float(loss_sum.detach())
-        stats.sums["unsupervised_tokens"] += float(count)
-        stats.sums["flops"] += training_flops(
+        stats.sums["unsupervised_loss"] += loss_sum.detach()
+        stats.sums["unsupervised_tokens"] += count
+        stats.flops += training_flops(
             self.engine.actor_shape,
             *batch["input_ids"].shape,
             checkpointing=self.context.config.actor.gradient_checkpointing,
             frozen_base=self.context.config.actor.lora.only,
         )
-        mean = loss_sum / max(1, int(count)) / micro_batches
+        mean = loss_sum / count.clamp(min=1) / micro_batches
         return self.options.unsupervised_coef * mean * tokens
 
     def next_texts(self) -> dict[str, Tensor]:
@@ -454,127 +446,120 @@ class PPOTrainer:
         step: int,
         epoch: int,
         experience: Experience,
-        stats: UpdateStats,
+        updates: UpdateTotals,
         times: dict[str, float],
         cost: GenerationCost,
     ) -> None:
         """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
-        report, engine, options = self.context.report, self.engine, self.options
-
-        # 1. What the answers were like.
-        lengths = experience.mask.sum(dim=1)
+        report, engine = self.context.report, self.engine
+        count = len(experience) * world_size()
         shaped = self.shaped_scores(experience)
-        count, answered, ended, empty, kl, uncertainty, at_bound = sum_over_ranks(
-            len(experience),
-            lengths.sum(),
-            experience.ended.sum(),
-            ((lengths == 1) & experience.ended).sum(),
-            experience.kl.sum(),
-            (experience.entropies * experience.mask).sum(),
-            (shaped.abs() >= options.reward_clip).sum(),
-        )
-        score_mean, score_variance = _moments(experience.scores)
-        reward, _ = _moments(shaped)
-        explained = explained_variance(experience.values, experience.returns, experience.mask)
-        reward = float(reward)
+
+        # 1. The quantities.
+        answers = self.answer_metrics(experience, shaped)
+        reward = answers["reward"]
         previous = reward if self.reward_ema is None else self.reward_ema
         self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
-
-        # 2. What the updates did.
-        own_flops = stats.sums.pop("flops")
-        names = sorted(stats.sums)
-        totals = sum_over_ranks(*(stats.sums[name] for name in names))
-        sums = defaultdict(float, zip(names, totals, strict=True))
-        tokens = sums["tokens"]
-        actor_loss, critic_loss = sums["actor_loss"] / tokens, sums["critic_loss"] / tokens
-        text_tokens = sums["unsupervised_tokens"]
-        unsupervised = sums["unsupervised_loss"] / max(1.0, text_tokens)
-        norms = {
-            "actor_gradient_norm": stats.actor_gradient_norm,
-            "critic_gradient_norm": stats.critic_gradient_norm,
+        metrics = {
+            **answers,
+            "reward_ema": self.reward_ema,
+            "kl_coef": self.kl_coef,
+            **updates.metrics,
+            "actor_learning_rate": learning_rates(engine.actor)[0],
+            "critic_learning_rate": learning_rates(engine.critic)[0],
+            "tokens_per_s": answers["answer_length"] * count / times["generate_s"],
+            "total_steps": self.total_steps,
+            **times,
         }
 
-        # 3. The lines of the log.
-        width = experience.mask.shape[1]
-        sequence = experience.ids.shape[1]
+        # 2. The log, TensorBoard and the rollouts.
+        for line in self.step_lines(step, epoch, experience, metrics, updates.flops, cost):
+            report.line(line)
+        report.metrics(step, metrics)
+        done = self.updates_a_step * (step + 1)
+        if done % self.context.config.logging.optimizer_interval < self.updates_a_step:
+            report.optimizer(engine.actor)
+            report.optimizer(engine.critic)
+        losses = {name: metrics[name] for name in ("actor_loss", "critic_loss")}
+        summed = {f"{name}_sum": loss * updates.tokens for name, loss in losses.items()}
+        report.events(step, {"reward": reward, **losses, **summed})
+        self.write_rollouts(step, experience, shaped)
+
+        # 3. What acts on the quantities.
+        watched = ("reward", "kl", "actor_gradient_norm", "critic_gradient_norm", *losses)
+        self.watchdog.check(step, {name: metrics[name] for name in watched})
+        self.watchdog.watch_rollouts(metrics)
+        if self.kl_controller:
+            self.kl_controller.update(answers["kl"], count)
+
+    def answer_metrics(self, experience: Experience, shaped: Tensor) -> dict[str, float]:
+        """What a step's answers were like, over all ranks; a collective of all ranks.
+
+        Args:
+            experience: with its returns.
+            shaped: the rewards of the answers, `(batch,)`.
+        """
+        lengths, ended = experience.mask.sum(dim=1), experience.ended
+        count = len(experience) * world_size()
+        tokens, ended_count, empty, kl, entropies, at_bound = sum_over_ranks(
+            lengths.sum(),
+            ended.sum(),
+            ((lengths == 1) & ended).sum(),
+            experience.kl.sum(),
+            (experience.entropies * experience.mask).sum(),
+            (shaped.abs() >= self.options.reward_clip).sum(),
+        )
+        reward, _ = _moments(shaped)
+        score_mean, score_variance = _moments(experience.scores)
+        explained = explained_variance(experience.values, experience.returns, experience.mask)
+        return {
+            "reward": float(reward),
+            "score_mean": float(score_mean),
+            "score_std": math.sqrt(score_variance),
+            "reward_at_clip_share": at_bound / count,
+            "kl": kl / count,
+            "entropy": entropies / tokens,
+            "explained_variance": float(explained),
+            "answer_length": tokens / count,
+            "eos_share": ended_count / count,
+            "empty_answers": int(empty),
+        }
+
+    def step_lines(
+        self,
+        step: int,
+        epoch: int,
+        experience: Experience,
+        metrics: dict[str, float | None],
+        own_flops: float,
+        cost: GenerationCost,
+    ) -> list[str]:
+        """The lines of the log that DeepSpeed-Chat writes after a step."""
+        engine, shape, width = self.engine, experience.ids.shape, experience.mask.shape[1]
         # Actor and reference, critic and reward model read each answer once.
-        scoring = 2 * forward_flops(engine.actor_shape, *experience.ids.shape, logits_tokens=width)
-        scoring += 2 * forward_flops(engine.critic_shape, *experience.ids.shape, head="score")
-        total_flops = cost.flops + own_flops + scoring
+        scoring = 2 * forward_flops(engine.actor_shape, *shape, logits_tokens=width)
+        scoring += 2 * forward_flops(engine.critic_shape, *shape, head="score")
         element = torch.finfo(self.context.dtype).bits // 8
         moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
-        lines = training_log.PPOStep(
+        times = {name: metrics[name] for name in ("e2e_s", "generate_s", "train_s")}
+        losses = ("actor_loss", "critic_loss", "reward", "reward_ema")
+        return training_log.PPOStep(
             epoch=epoch,
             step=step,
-            ppo_epoch=options.inner_epochs,
-            actor_loss=actor_loss,
-            critic_loss=critic_loss,
-            unsupervised_loss=unsupervised,
-            reward=reward,
-            reward_ema=self.reward_ema,
-            tflops=total_flops / times["e2e_s"] / 1e12,
+            ppo_epoch=self.options.inner_epochs,
+            **{name: metrics[name] for name in losses},
+            unsupervised_loss=metrics["unsupervised_loss"] or 0.0,
+            tflops=(cost.flops + own_flops + scoring) / times["e2e_s"] / 1e12,
             generate_tflops=cost.flops / times["generate_s"] / 1e12,
             train_tflops=own_flops / times["train_s"] / 1e12,
-            batch_size=int(count),
-            sequence_length=sequence,
+            batch_size=len(experience) * world_size(),
+            sequence_length=shape[1],
             answer_length_limit=width,
             bandwidth_gb_s=moved / times["generate_s"] / 1e9,
             actor_parameters_b=engine.actor_parameters / 1e9,
             critic_parameters_b=engine.critic_parameters / 1e9,
             **times,
         ).lines()
-        for line in lines:
-            report.line(line)
-        metrics = {
-            "reward": reward,
-            "reward_ema": self.reward_ema,
-            "score_mean": float(score_mean),
-            "score_std": math.sqrt(score_variance),
-            "reward_at_clip_share": at_bound / count,
-            "kl": kl / count,
-            "kl_coef": self.kl_coef,
-            "entropy": uncertainty / answered,
-            "actor_loss": actor_loss,
-            "critic_loss": critic_loss,
-            "unsupervised_loss": unsupervised if text_tokens else None,
-            "approx_kl": sums["approx_kl"] / tokens,
-            "clip_fraction": sums["clipped"] / tokens,
-            "value_clip_fraction": sums["value_clipped"] / tokens,
-            "first_ratio_mean": sums["first_ratio"] / sums["first_tokens"],
-            "ratio_mean": sums["ratio"] / tokens,
-            "ratio_max": max_over_ranks(stats.ratio_max),
-            "explained_variance": float(explained),
-            "answer_length": answered / count,
-            "eos_share": ended / count,
-            "empty_answers": int(empty),
-            **norms,
-            "actor_learning_rate": learning_rates(engine.actor)[0],
-            "critic_learning_rate": learning_rates(engine.critic)[0],
-            "tokens_per_s": answered / times["generate_s"],
-            "total_steps": self.total_steps,
-            **times,
-        }
-        report.metrics(step, metrics)
-        updates = self.updates_a_step * (step + 1)
-        if updates % self.context.config.logging.optimizer_interval < self.updates_a_step:
-            report.optimizer(engine.actor)
-            report.optimizer(engine.critic)
-        report.events(
-            step,
-            {
-                "reward": reward,
-                "actor_loss": actor_loss,
-                "actor_loss_sum": sums["actor_loss"],
-                "critic_loss": critic_loss,
-                "critic_loss_sum": sums["critic_loss"],
-            },
-        )
-        self.write_rollouts(step, experience, shaped)
-        watched = ("reward", "actor_loss", "critic_loss", "kl")
-        self.watchdog.check(step, {name: metrics[name] for name in watched} | norms)
-        self.watchdog.watch_rollouts(metrics)
-        if self.kl_controller:
-            self.kl_controller.update(kl / count, int(count))
 
     def write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
         """Append rank 0's answers to rollouts.jsonl; print them if asked."""
@@ -582,18 +567,14 @@ class PPOTrainer:
         printed = logging.print_answers and step % logging.print_answers_interval == 0
         if rank() != 0 and not printed:
             return
-        width = experience.mask.shape[1]
-        decode = self.tokenizer.decode
-        prompts = [
-            decode(ids[mask.bool()], skip_special_tokens=True)
-            for ids, mask in zip(
-                experience.ids[:, :-width], experience.attention_mask[:, :-width], strict=True
-            )
-        ]
-        answers = [
-            decode(ids[mask], skip_special_tokens=True)
-            for ids, mask in zip(experience.answers, experience.mask, strict=True)
-        ]
+        start = experience.ids.shape[1] - experience.mask.shape[1]
+        prompts, answers = [], []
+        for ids, (prompt, answer) in zip(experience.ids.tolist(), experience.lengths, strict=True):
+            for texts, tokens in (
+                (prompts, ids[start - prompt : start]),
+                (answers, ids[start : start + answer]),
+            ):
+                texts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         if printed:
             every_rank = self.context.report.every_rank
             every_rank(training_log.prompts_printed(step, rank(), prompts))
@@ -604,7 +585,7 @@ class PPOTrainer:
             "reward": rewards.tolist(),
             "score": experience.scores.tolist(),
             "kl": experience.kl.tolist(),
-            "length": experience.mask.sum(dim=1).tolist(),
+            "length": [answer for _, answer in experience.lengths],
             "ended": experience.ended.tolist(),
         }
         lines = []

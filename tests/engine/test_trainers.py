@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_run import configuration, with_empty_answers
+from torch.overrides import TorchFunctionMode
 
 from engine.algorithms.log_probs import token_log_probs
 from engine.trainers.context import StepContext
@@ -73,7 +74,7 @@ def test_first_minibatch_starts_from_the_policy_that_answered(run):
     assert experience.kl.abs().max() < 1e-4
     minibatch = next(trainer.minibatches(experience))
     stats = UpdateStats()
-    trainer.train_rlhf(experience.rows(minibatch[0]), tokens=100.0, stats=stats)
+    trainer.train_rlhf(experience.rows(minibatch.micro_batches[0]), tokens=100.0, stats=stats)
     tokens = stats.sums["tokens"]
     assert tokens > 0
     assert stats.sums["ratio"] / tokens == pytest.approx(1.0, abs=1e-5)
@@ -248,6 +249,52 @@ def test_mixture_loss_changes_the_actor_but_not_its_number_of_steps(run, tmp_pat
         results[name] = trainer.engine.actor.global_steps, weights(trainer.engine.actor)
     assert results["on"][0] == results["off"][0] == 4
     assert not torch.equal(results["on"][1], results["off"][1])
+
+
+class HostReads(TorchFunctionMode):
+    """Counts calls that make the host wait for the device, outside of the models' own forward."""
+
+    NAMES = (
+        *("__bool__", "__float__", "__index__", "__int__", "item", "tolist"),
+        *("cpu", "numpy", "masked_select", "nonzero"),
+    )
+
+    def __init__(self, trainer: PPOTrainer) -> None:
+        super().__init__()
+        self.count = 0
+        self._in_forward = False
+        for engine in (trainer.engine.actor, trainer.engine.critic):
+            engine.module.register_forward_pre_hook(lambda *_: self._enter(True))
+            engine.module.register_forward_hook(lambda *_: self._enter(False))
+
+    def _enter(self, in_forward: bool) -> None:
+        self._in_forward = in_forward
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function.__name__ in self.NAMES and not self._in_forward
+        return function(*args, **(kwargs or {}))
+
+
+def test_more_micro_batches_read_nothing_more_from_the_device(run, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text((json.dumps({"text": "the sun is hot and the sea is wet. " * 40}) + "\n") * 20)
+    reads, sums = [], []
+    for micro in (4, 2, 1):
+        trainer = ppo_trainer(
+            run, f"ppo.micro_batch_size={micro}", f"data.unsupervised_sources={text}"
+        )
+        experience = first_experience(trainer)
+        stats, counter = UpdateStats(), HostReads(trainer)
+        minibatch = next(trainer.minibatches(experience))
+        with counter:
+            trainer.update(experience, minibatch, stats)
+        reads.append(counter.count)
+        sums.append({name: float(value) for name, value in stats.sums.items()})
+        assert float(stats.ratio_max) == pytest.approx(1.0, abs=1e-4)
+    assert reads[0] == reads[1] == reads[2]
+    for name in ("tokens", "actor_loss", "critic_loss", "ratio", "approx_kl", "clipped"):
+        values = [each[name] for each in sums]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-4)
 
 
 def test_reference_of_lora_alone_is_the_actor_without_adapters(run):

@@ -1,0 +1,81 @@
+"""Counts what PPO's updates do, without a wait for the device in between."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.algorithms.policy import PolicyLoss, ValueLoss
+from engine.distributed import max_over_ranks, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class UpdateTotals:
+    """What the updates on one rollout batch did.
+
+    Attributes:
+        metrics: by their names in metrics.jsonl, over all ranks.
+        tokens: that the losses are means over, of all ranks.
+        flops: of this rank.
+    """
+
+    metrics: dict[str, float | None]
+    tokens: float
+    flops: float
+
+
+@dataclass
+class UpdateStats:
+    """What the updates on one rollout batch add up to, on this rank.
+
+    Sums and maximum stay on the device until the report: to read one, the host would wait for all
+    work that is queued there, once per micro batch.
+    """
+
+    sums: defaultdict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    ratio_max: Tensor | float = 0.0
+    flops: float = 0.0
+    actor_gradient_norm: float = math.nan
+    critic_gradient_norm: float = math.nan
+
+    def add(self, policy: PolicyLoss, critic: ValueLoss) -> None:
+        """Count one micro batch."""
+        # The policy of the first micro batch is the one that answered.
+        self.sums.setdefault("first_ratio", policy.ratio_sum)
+        self.sums.setdefault("first_tokens", policy.token_count)
+        self.sums["actor_loss"] += policy.loss_sum.detach()
+        self.sums["critic_loss"] += critic.loss_sum.detach()
+        self.sums["tokens"] += policy.token_count
+        self.sums["clipped"] += policy.clipped_count
+        self.sums["value_clipped"] += critic.clipped_count
+        self.sums["ratio"] += policy.ratio_sum
+        self.sums["approx_kl"] += policy.approx_kl_sum
+        self.ratio_max = policy.ratio_max.clamp(min=self.ratio_max)
+
+    def over_ranks(self) -> UpdateTotals:
+        """What the updates of all ranks add up to; a collective, and the read of the device."""
+        names = sorted(self.sums)
+        totals = sum_over_ranks(*(self.sums[name] for name in names))
+        sums = defaultdict(float, zip(names, totals, strict=True))
+        tokens, text_tokens = sums["tokens"], sums["unsupervised_tokens"]
+        text_loss = sums["unsupervised_loss"] / text_tokens if text_tokens else None
+        return UpdateTotals(
+            {
+                "actor_loss": sums["actor_loss"] / tokens,
+                "critic_loss": sums["critic_loss"] / tokens,
+                "unsupervised_loss": text_loss,
+                "approx_kl": sums["approx_kl"] / tokens,
+                "clip_fraction": sums["clipped"] / tokens,
+                "value_clip_fraction": sums["value_clipped"] / tokens,
+                "first_ratio_mean": sums["first_ratio"] / sums["first_tokens"],
+                "ratio_mean": sums["ratio"] / tokens,
+                "ratio_max": max_over_ranks(self.ratio_max),
+                "actor_gradient_norm": self.actor_gradient_norm,
+                "critic_gradient_norm": self.critic_gradient_norm,
+            },
+            tokens,
+            self.flops,
+        )
