@@ -17,7 +17,7 @@ from engine.algorithms.averages import mean
 from engine.config.deepspeed import Role
 from engine.config.schema import PretrainingStyleStep, RoleConfig
 from engine.data.batches import GlobalBatches, row_lengths
-from engine.distributed import rank, sum_over_ranks, world_size
+from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.models.adapters import save_adapters
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
@@ -129,7 +129,8 @@ class PairTrainer(ABC):
         # 1. Forward and backward of this rank's micro batches.
         micro = self.plan.micro_batch_size
         cuts = self.batches.local_micro_batches(rows, rank(), world_size(), micro)
-        totals = torch.zeros(4, dtype=torch.float64)
+        # On the device: to read it, the host would wait for all work that is queued there.
+        totals = torch.zeros(4, dtype=torch.float64, device=device())
         flops, tokens, width = 0.0, 0, 0
         for cut in cuts:
             batch = self.collate([self.data.train[row] for row in cut])
@@ -137,13 +138,13 @@ class PairTrainer(ABC):
             backward(self.engine, loss, len(rows))
             gradient_norm = engine_step(self.engine)
             correct = (chosen > rejected).sum()
-            totals += torch.stack([loss, correct, chosen.sum(), rejected.sum()]).detach().cpu()
+            totals += torch.stack([loss, correct, chosen.sum(), rejected.sum()]).detach()
             flops += self.flops(*batch["input_ids"].shape)
             tokens += int(batch["attention_mask"].sum())
             width = max(width, batch["input_ids"].shape[1])
 
         # 2. The report, over all ranks.
-        *sums, tokens_everywhere = sum_over_ranks(*totals.tolist(), tokens)
+        *sums, tokens_everywhere = sum_over_ranks(*totals, tokens)
         loss_mean, accuracy, chosen_mean, rejected_mean = (total / len(rows) for total in sums)
         seconds = time.perf_counter() - started
         pairs = sum(len(cut) for cut in cuts)

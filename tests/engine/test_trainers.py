@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
 from small_run import configuration, with_empty_answers
 from torch.overrides import TorchFunctionMode
 
@@ -259,11 +261,11 @@ class HostReads(TorchFunctionMode):
         *("cpu", "numpy", "masked_select", "nonzero"),
     )
 
-    def __init__(self, trainer: PPOTrainer) -> None:
+    def __init__(self, *engines: DeepSpeedEngine) -> None:
         super().__init__()
-        self.count = 0
+        self.counts: Counter[str] = Counter()
         self._in_forward = False
-        for engine in (trainer.engine.actor, trainer.engine.critic):
+        for engine in engines:
             engine.module.register_forward_pre_hook(lambda *_: self._enter(True))
             engine.module.register_forward_hook(lambda *_: self._enter(False))
 
@@ -271,7 +273,8 @@ class HostReads(TorchFunctionMode):
         self._in_forward = in_forward
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.count += function.__name__ in self.NAMES and not self._in_forward
+        if function.__name__ in self.NAMES and not self._in_forward:
+            self.counts[function.__name__] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -284,17 +287,31 @@ def test_more_micro_batches_read_nothing_more_from_the_device(run, tmp_path):
             run, f"ppo.micro_batch_size={micro}", f"data.unsupervised_sources={text}"
         )
         experience = first_experience(trainer)
-        stats, counter = UpdateStats(), HostReads(trainer)
+        stats = UpdateStats()
+        counter = HostReads(trainer.engine.actor, trainer.engine.critic)
         minibatch = next(trainer.minibatches(experience))
         with counter:
             trainer.update(experience, minibatch, stats)
-        reads.append(counter.count)
+        reads.append(counter.counts)
         sums.append({name: float(value) for name, value in stats.sums.items()})
         assert float(stats.ratio_max) == pytest.approx(1.0, abs=1e-4)
     assert reads[0] == reads[1] == reads[2]
     for name in ("tokens", "actor_loss", "critic_loss", "ratio", "approx_kl", "clipped"):
         values = [each[name] for each in sums]
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-4)
+
+
+def test_more_micro_batches_of_pairs_bring_nothing_more_to_the_host(run, tmp_path):
+    copies = []
+    for micro in (8, 2):
+        config = configuration(
+            f"reward.micro_batch_size={micro}", f"models.sft={run}/step1-sft/model"
+        )
+        trainer = RewardTrainer(StepContext.create(config, tmp_path / str(micro), "reward"))
+        with HostReads(trainer.engine) as counter:
+            trainer.train_step(0, trainer.batches.epoch(0)[0])
+        copies.append(counter.counts["cpu"])
+    assert copies[0] == copies[1]
 
 
 def test_reference_of_lora_alone_is_the_actor_without_adapters(run):
