@@ -15,7 +15,7 @@ from engine.data.files import Row
 from engine.data.phases import IGNORED, build_phase, encode_row, max_tokens
 from engine.data.schemas import PHASES, Phase
 from engine.data.sources import Note, load_source
-from engine.data.templates import encode_answer, encode_prompt, render_prompt
+from engine.data.templates import encode_answer, encode_document, encode_prompt, render_prompt
 
 Piece = tuple[str, bool]
 """Decoded text, and whether its tokens are learnt."""
@@ -137,7 +137,7 @@ def _spread(lengths: list[int]) -> dict[str, Any] | None:
 def _text_figures(
     rows: Any, first: list[Row], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    lengths = [len(tokenizer(text).input_ids) + 1 for text in rows["text"][:]]
+    lengths = [len(encode_document(text, tokenizer)) + 1 for text in rows["text"][:]]
     samples = [{"row": number, "text": row["text"]} for number, row in enumerate(first, 1)]
     return {
         "lengths": {"text": _spread(lengths), "histogram": histogram(lengths)},

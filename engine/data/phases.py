@@ -33,6 +33,7 @@ from engine.data.templates import (
     Template,
     adds_bos,
     encode_answer,
+    encode_document,
     encode_prompt,
     fit_prompt,
 )
@@ -191,7 +192,7 @@ def unsupervised_rows(
     def blocks() -> Iterator[Row]:
         rest: list[int] = []
         for row in _rows([_Part(s.train, np.arange(len(s.train))) for s in sources]):
-            rest += [*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]
+            rest += [*encode_document(row["text"], tokenizer), tokenizer.eos_token_id]
             full = len(rest) // block_length * block_length
             for start in range(0, full, block_length):
                 yield {"input_ids": rest[start : start + block_length]}

@@ -13,6 +13,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from engine.data.files import DataError
+from engine.data.special_tokens import special_tokens
 
 Template = Literal["human_assistant", "chat_template"]
 Message = dict[str, str]
@@ -98,10 +99,15 @@ def encode_prompt(
     """Token ids of a dialogue (ending in a user turn) up to where the answer begins.
 
     Equal to the tokenizer's `apply_chat_template(..., add_generation_prompt=True)` once
-    `install_template` has stored the template.
+    `install_template` has stored the template; but special tokens that the messages spell stay
+    text, and those of the template alone are real.
     """
-    text = render_prompt(messages, tokenizer, template)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    special = special_tokens(tokenizer)
+    if not any(special.spelled(turn["content"]) for turn in messages):
+        text = render_prompt(messages, tokenizer, template)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    hidden = [{**turn, "content": special.hide(turn["content"])} for turn in messages]
+    return special.encode(render_prompt(hidden, tokenizer, template))
 
 
 def encode_answer(text: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
@@ -111,16 +117,42 @@ def encode_answer(text: str, tokenizer: PreTrainedTokenizerBase, template: Templ
     anchor, space = ("Assistant:", " ") if template == "human_assistant" else ("\n", "")
     answer = space + text.strip()
     before = _anchor_ids(tokenizer, anchor)
-    ids = _text_ids(tokenizer, anchor + answer)
-    ids = ids[len(before) :] if ids[: len(before)] == before else _text_ids(tokenizer, answer)
+    ids = encode_text(anchor + answer, tokenizer)
+    ids = ids[len(before) :] if ids[: len(before)] == before else encode_text(answer, tokenizer)
     return [*ids, tokenizer.eos_token_id]
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of plain text, without BOS or EOS; text that spells a special token stays text."""
+    special = special_tokens(tokenizer)
+    if not special.spelled(text):
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return special.encode(special.hide(text))
 
 
-_anchor_ids = functools.lru_cache(maxsize=8)(_text_ids)
+def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a text that stands alone, with the BOS or EOS that the tokenizer adds to one.
+
+    Text that spells a special token stays text.
+    """
+    if not special_tokens(tokenizer).spelled(text):
+        return tokenizer(text).input_ids
+    before, after = _added_around(tokenizer)
+    return [*before, *encode_text(text, tokenizer), *after]
+
+
+@functools.lru_cache(maxsize=8)
+def _added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer adds before and after a text by itself."""
+    bare = tokenizer("a", add_special_tokens=False).input_ids
+    ids = tokenizer("a").input_ids
+    start = next(i for i in range(len(ids)) if ids[i : i + len(bare)] == bare)
+    return ids[:start], ids[start + len(bare) :]
+
+
+@functools.lru_cache(maxsize=8)
+def _anchor_ids(tokenizer: PreTrainedTokenizerBase, anchor: str) -> list[int]:
+    return encode_text(anchor, tokenizer)
 
 
 def fit_prompt(

@@ -8,13 +8,14 @@ from itertools import takewhile
 from typing import Literal
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.data.files import DataError
 from engine.data.templates import (
     HUMAN_ASSISTANT_CHAT_TEMPLATE,
     Template,
     encode_answer,
+    encode_prompt,
     install_template,
 )
 from engine.generation.decode import Decoder, DecodeSession, build_decoder
@@ -118,10 +119,11 @@ class ChatGenerator:
             ValueError: the template refuses the conversation.
         """
         try:
-            return _encode_prompt(self.tokenizer, messages)
-        except TemplateError as error:
+            return encode_prompt(messages, self.tokenizer, "chat_template")
+        except DataError as error:
             raise ValueError(
-                f"The dialogue template of {self.name} refuses this conversation: {error}"
+                f"The dialogue template of {self.name} refuses this conversation: "
+                f"{error.__cause__ or error}"
             ) from error
 
     def count(self, messages: list[Message]) -> int:
@@ -344,12 +346,6 @@ def divergence(first: ChatGenerator, second: ChatGenerator, messages: list[Messa
     return float((left.exp() * (left - right)).sum(dim=-1).mean())
 
 
-def _encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-
-
 def _encode_answered(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message]
 ) -> tuple[list[int], list[int]]:
@@ -357,7 +353,7 @@ def _encode_answered(
     own = str(tokenizer.chat_template).endswith(HUMAN_ASSISTANT_CHAT_TEMPLATE)
     template: Template = "human_assistant" if own else "chat_template"
     answer = encode_answer(messages[-1]["content"], tokenizer, template)
-    return _encode_prompt(tokenizer, messages[:-1]), answer
+    return encode_prompt(messages[:-1], tokenizer, "chat_template"), answer
 
 
 def _device() -> torch.device:
