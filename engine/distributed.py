@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import deepspeed
 import numpy
@@ -18,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _turns = itertools.count()
+_LONGEST_WAIT = timedelta(days=7)
 
 
 def device() -> torch.device:
@@ -49,6 +51,33 @@ def process_group() -> Iterator[None]:
     # Ranks that leave without each other abort now and then in gloo's threads.
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def long_waits() -> Iterator[None]:
+    """Let ranks wait for each other for days inside, instead of the minutes that show a hang.
+
+    For work that takes ranks long and unequally, such as writing a large model or checkpoint. The
+    last thing inside should be a barrier: what a rank starts after it has its usual limit again.
+    A rank that fails meanwhile does not keep the others waiting: the launcher ends them.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    # DeepSpeed gathers and reduces in groups of its own, each with a timeout of its own.
+    backends = {
+        group._get_backend(kind)
+        for group in dist.distributed_c10d._world.pg_map
+        for kind in group._device_types
+    }
+    usual = [(backend, backend.options._timeout) for backend in backends]
+    try:
+        for backend in backends:
+            backend._set_default_timeout(_LONGEST_WAIT)
+        yield
+    finally:
+        for backend, timeout in usual:
+            backend._set_default_timeout(timeout)
 
 
 def seed_everything(seed: int) -> None:

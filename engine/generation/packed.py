@@ -50,16 +50,18 @@ def effective_weight(module: Any) -> Tensor:
     """
     if not hasattr(module, "base_layer"):
         return module.weight.detach()
-    if not hasattr(module, "lora_A") or getattr(module, "lora_variant", None):
+    # Only here: a chat with a finished model has no adapters, and starts faster without peft.
+    from peft.tuners.lora import LoraLayer
+
+    from engine.models.lora import merged_weight
+
+    if not isinstance(module, LoraLayer) or module.lora_variant or module.lora_embedding_A:
         raise UnsupportedModel(f"{type(module).__name__} is an adapter other than plain LoRA")
-    weight = module.base_layer.weight.detach()
     if module.disable_adapters or module.merged:
-        return weight
-    adapters = [a for a in module.active_adapters if a in module.scaling]
-    if any(module.lora_bias.get(adapter, False) for adapter in adapters):
+        return module.base_layer.weight.detach()
+    if any(module.lora_bias.get(adapter, False) for adapter in module.active_adapters):
         raise UnsupportedModel("LoRA with a bias")
-    deltas = [module.get_delta_weight(adapter).float() for adapter in adapters]
-    return (weight.float() + sum(deltas)).to(weight.dtype) if deltas else weight
+    return merged_weight(module)
 
 
 def _bias(module: Any) -> Tensor | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from engine.distributed import long_waits, rank
 from engine.models.folders import new_folder
 from engine.models.reward import RewardModel
+from engine.models.save import current_values
 
 _ADAPTER = "default"
 
@@ -37,24 +40,16 @@ def save_adapters(model: nn.Module, base: str, folder: str | Path) -> None:
         config.target_modules = "|".join(name.removeprefix(r"model\.") for name in patterns)
         kept.append("score.")
     # peft puts its own wrapper around the model, and leaves the adapter's name to the reader.
-    weights = {
-        "base_model.model." + name.replace(f".{_ADAPTER}.", "."): _whole(parameter)
-        for name, parameter in plain.named_parameters()
-        if any(mark in f"{name}." for mark in kept)
-    }
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        with new_folder(folder) as temporary:
-            config.save_pretrained(str(temporary))
-            save_file(weights, temporary / "adapter_model.safetensors", {"format": "pt"})
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    """The parameter on the CPU, gathered under ZeRO-3: adapters are small, every rank has them."""
-    if not hasattr(parameter, "ds_id"):
-        return parameter.detach().cpu().contiguous()
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().cpu().clone()
+    weights: dict[str, Tensor] = {}
+    for name, parameter in plain.named_parameters():
+        if any(mark in f"{name}." for mark in kept):
+            with current_values([parameter]) as (value,):
+                saved_as = "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+                weights[saved_as] = value.cpu().clone(memory_format=torch.contiguous_format)
+    with long_waits():
+        if rank() == 0:
+            with new_folder(folder) as temporary:
+                config.save_pretrained(str(temporary))
+                save_file(weights, temporary / "adapter_model.safetensors", {"format": "pt"})
+        if dist.is_initialized():
+            dist.barrier()

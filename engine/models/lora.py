@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import peft
 import torch
-import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -108,60 +108,84 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-@torch.no_grad()
-def merged_weight(layer: LoraLayer) -> Tensor:
-    """Base weight plus update of one layer: a new tensor, summed in fp32, in the base's format.
+@dataclass(frozen=True)
+class MergedTensor:
+    """One tensor of a model as it is without adapters, and what it is computed from.
 
-    Under ZeRO-3 the layer's parameters must be gathered.
+    Attributes:
+        inputs: parameters or a buffer of the model; under ZeRO-3 they may be sharded.
+        layer: whose adapters are merged into it; None for what carries none.
     """
-    base = layer.get_base_layer().weight
-    update = layer.lora_B[_ADAPTER].weight.float() @ layer.lora_A[_ADAPTER].weight.float()
-    if layer.fan_in_fan_out:
-        update = update.T
-    return (base.float() + layer.scaling[_ADAPTER] * update).to(base.dtype)
+
+    inputs: list[Tensor]
+    layer: LoraLayer | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its whole shape, also where it is sharded."""
+        return getattr(self.inputs[0], "ds_shape", self.inputs[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format in which the model holds it."""
+        return self.inputs[0].dtype
+
+    def value(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Compute it from the whole values of its inputs, of any float dtype; in `dtype`."""
+        if self.layer is None:
+            return inputs[0].to(self.dtype)
+        return merged_weight(self.layer, inputs)
 
 
-@torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights on the CPU with adapters merged, named as without LoRA; for saving.
-
-    The model itself is left alone. Under ZeRO-3 all ranks must call it; parameters are gathered
-    one after another, and only rank 0 gets them, the others an empty mapping. Tensors that are
-    neither gathered nor merged nor moved share memory with the model.
-    """
-    adapted = {f"{name}.base_layer.weight": module for name, module in _named_lora_layers(model)}
-    keep = not dist.is_initialized() or dist.get_rank() == 0
-    merged: dict[str, Tensor] = {}
-    # Tied weights are gathered once, by every rank alike, and stay one tensor.
-    seen: dict[int, Tensor | None] = {}
+def merged_tensors(model: nn.Module) -> dict[str, MergedTensor]:
+    """The tensors of a model by the names they have without adapters; tied ones are one object."""
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    merged: dict[str, MergedTensor] = {}
+    seen: dict[int, MergedTensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if _is_adapter(name):
             continue
-        if id(tensor) not in seen:
-            seen[id(tensor)] = _plain_value(tensor, adapted.get(name), keep)
-        value = seen[id(tensor)]
-        if value is not None:
-            merged[name.replace(".base_layer.", ".")] = value
+        layer = adapted.get(name)
+        inputs = [tensor] if layer is None else merge_inputs(layer)
+        merged[name.replace(".base_layer.", ".")] = seen.setdefault(
+            id(tensor), MergedTensor(inputs, layer)
+        )
     return merged
 
 
-def _named_lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+def merge_inputs(layer: LoraLayer) -> list[Tensor]:
+    """The base weight of a layer, then A and B of each of its active adapters."""
+    factors = [
+        part[adapter].weight
+        for adapter in _active_adapters(layer)
+        for part in (layer.lora_A, layer.lora_B)
+    ]
+    return [layer.get_base_layer().weight, *factors]
 
 
-def _plain_value(tensor: Tensor, layer: LoraLayer | None, keep: bool) -> Tensor | None:
-    """One merged tensor on the CPU; None where it is gathered for another rank."""
-    if not hasattr(tensor, "ds_id"):
-        return tensor.detach().cpu() if layer is None else merged_weight(layer).cpu()
-    import deepspeed
+@torch.no_grad()
+def merged_weight(layer: LoraLayer, inputs: Sequence[Tensor] | None = None) -> Tensor:
+    """Base weight plus the updates of one layer: a new tensor, summed in fp32 and rounded once.
 
-    needed = [tensor]
-    if layer is not None:
-        needed += [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
-    with deepspeed.zero.GatheredParameters(needed):
-        if not keep:
-            return None
-        return tensor.detach().cpu().clone() if layer is None else merged_weight(layer).cpu()
+    Args:
+        layer: gives scaling, layout and the format of the result.
+        inputs: whole values of `merge_inputs(layer)`; by default those themselves.
+    """
+    base, *factors = merge_inputs(layer) if inputs is None else inputs
+    total = base.to(torch.float32, copy=True)
+    for adapter, down, up in zip(_active_adapters(layer), factors[::2], factors[1::2], strict=True):
+        left, right = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
+        # In place: the sum of a large layer takes one fp32 copy of it, not three.
+        total.addmm_(left.float(), right.float(), alpha=layer.scaling[adapter])
+    return total.to(layer.get_base_layer().weight.dtype)
+
+
+def _active_adapters(layer: LoraLayer) -> list[str]:
+    return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
 
 
 def parameter_groups(

@@ -27,6 +27,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA_SHAPE, "head_dim": 8},
     "qwen2": _LLAMA_SHAPE,
     "qwen3": {**_LLAMA_SHAPE, "head_dim": 8},
+    "qwen3_moe": {
+        **_LLAMA_SHAPE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "decoder_sparse_step": 1,
+    },
     "gemma3_text": {**_LLAMA_SHAPE, "head_dim": 8, "layer_types": ["full_attention"] * 2},
     "smollm3": _LLAMA_SHAPE,
     "gpt2": {

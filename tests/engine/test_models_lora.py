@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.config.schema import LoraConfig
+from engine.generation.packed import effective_weight
 from engine.models.folders import ModelError
 from engine.models.load import load_causal_lm
 from engine.models.lora import (
@@ -13,7 +14,7 @@ from engine.models.lora import (
     add_lora,
     describe_lora,
     lora_layers,
-    merged_state_dict,
+    merged_tensors,
     parameter_groups,
 )
 from engine.models.reward import RewardModel
@@ -32,6 +33,11 @@ def with_effect(model):
         generator = torch.Generator().manual_seed(index)
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
     return model
+
+
+def merged_state_dict(model) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {name: each.value(each.inputs) for name, each in merged_tensors(model).items()}
 
 
 @pytest.fixture(params=["llama", "opt", "gpt2"])
@@ -88,6 +94,23 @@ def test_merging_in_bf16_rounds_once(path):
     for name, value in merged_state_dict(half).items():
         assert value.dtype == torch.bfloat16
         assert torch.equal(value, rounded[name].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_generation_reads_the_weights_that_saving_writes(path, dtype):
+    model = with_effect(add_lora(load_causal_lm(path, dtype), LoraConfig(rank=2, alpha=6)))
+    saved = merged_state_dict(model)
+    for name, layer in model.named_modules():
+        if layer not in lora_layers(model):
+            continue
+        read = effective_weight(layer)
+        assert torch.equal(read, saved[f"{name}.weight"])
+        # One rounding: half a unit in the last place from the exact sum, and fp32's own error.
+        up, down = (part["default"].weight.double() for part in (layer.lora_B, layer.lora_A))
+        update = (up @ down).T if layer.fan_in_fan_out else up @ down
+        exact = layer.get_base_layer().weight.double() + 3 * update
+        half_unit = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal
+        assert bool(((read.double() - exact).abs() <= half_unit * 1.01 + 1e-6).all())
 
 
 def test_adapters_have_the_format_of_the_base_and_the_base_trains_unless_only(path):
