@@ -601,8 +601,8 @@ class PPOTrainer:
         report.line(training_log.saving_model())
         save_model(self.engine.critic.module, self.tokenizer, folder / "critic")
         if self.engine.actor_ema:
-            with self.engine.actor_ema.in_place():
-                save_model(self.engine.actor.module, self.tokenizer, folder / "actor_ema")
+            average = self.engine.actor_ema.values
+            save_model(self.engine.actor.module, self.tokenizer, folder / "actor_ema", average)
         save_model(self.engine.actor.module, self.tokenizer, folder / "actor")
         for name, module, base in (
             ("actor", self.engine.actor.module, self.context.sft_model()),

@@ -11,7 +11,6 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from engine.algorithms.averages import ema_update
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.preference import gather_last
 from engine.config.deepspeed import Role, deepspeed_config, role_layout
@@ -23,6 +22,7 @@ from engine.models.quantization import quantize_frozen
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
+from engine.trainers.actor_average import ActorAverage
 from engine.trainers.context import BatchPlan, StepContext
 from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
 from engine.trainers.setup import (
@@ -83,7 +83,11 @@ class RLHFEngine:
 
         report.phase("loading the reward model")
         self.reward = self._load_reward()
-        self.actor_ema = ActorAverage(self.actor, config.ema.decay) if config.ema.enabled else None
+        self.actor_ema = (
+            ActorAverage(self.actor, config.ema.decay, on_host=config.actor.offload)
+            if config.ema.enabled
+            else None
+        )
 
     def _training_config(self, role: Role) -> dict[str, Any]:
         context = self.context
@@ -172,45 +176,3 @@ class RLHFEngine:
         finally:
             self.actor.train()
             self.critic.train()
-
-
-class ActorAverage:
-    """Exponential moving average of the trained weights, in fp32, shard by shard.
-
-    In 16 bit its small updates would vanish. Under ZeRO-3 each rank averages its own shards,
-    without a gather.
-
-    Attributes:
-        shards: the averages, fp32, in the order of the actor's trained parameters.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
-        self._engine = engine
-        self._decay = decay
-        self.shards = [shard.float().clone() for shard in self._current()]
-
-    def _current(self) -> list[Tensor]:
-        trained = (p for p in self._engine.module.parameters() if p.requires_grad)
-        return [p.ds_tensor if hasattr(p, "ds_tensor") else p.data for p in trained]
-
-    def load(self, shards: list[Tensor]) -> None:
-        """Take over the averages of a checkpoint."""
-        for own, saved in zip(self.shards, shards, strict=True):
-            own.copy_(saved)
-
-    def update(self) -> None:
-        """Move the average towards the weights; call after a real optimizer step alone."""
-        ema_update(self.shards, [shard.float() for shard in self._current()], self._decay)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Put the average into the actor, to save or evaluate it; the weights come back."""
-        current = self._current()
-        weights = [shard.clone() for shard in current]
-        try:
-            for shard, average in zip(current, self.shards, strict=True):
-                shard.copy_(average)
-            yield
-        finally:
-            for shard, weight in zip(current, weights, strict=True):
-                shard.copy_(weight)
