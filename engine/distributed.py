@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _turns = itertools.count()
-_LONGEST_WAIT = timedelta(days=7)
+_LONGEST_WAIT = timedelta(days=1)
 
 
 def device() -> torch.device:
@@ -55,11 +55,12 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def long_waits() -> Iterator[None]:
-    """Let ranks wait for each other for days inside, instead of the minutes that show a hang.
+    """Let ranks wait for each other for a day inside, instead of the minutes that show a hang.
 
-    For work that takes ranks long and unequally, such as writing a large model or checkpoint. The
-    last thing inside should be a barrier: what a rank starts after it has its usual limit again.
-    A rank that fails meanwhile does not keep the others waiting: the launcher ends them.
+    For work with collectives in it that takes ranks long and unequally, such as writing a large
+    model; where rank 0 works alone, `rank_zero_first` needs no limit. The last thing inside should
+    be a barrier: what a rank starts after it has its usual limit again. A rank that fails does not
+    keep the others waiting: the launcher ends them.
     """
     if not dist.is_initialized():
         yield

@@ -180,6 +180,18 @@ def _mixz_on_nvme(config: RunConfig, facts: ModelFacts) -> Problem | None:
     )
 
 
+@rule(
+    "ema-not-on-nvme",
+    "after each step the average reads all trained weights, and those in files are not at hand",
+)
+def _average_on_nvme(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    if not config.ema.enabled or config.actor.nvme_path is None:
+        return None
+    return Problem(
+        f"ema.enabled with actor.nvme_path={config.actor.nvme_path}", {"ema.enabled": False}
+    )
+
+
 @role_rule(
     "zero-plus-plus-needs-zero3", "ZeRO++ changes how the shards of ZeRO-3 are gathered and reduced"
 )

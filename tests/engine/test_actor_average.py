@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from actor_average_run import CASES, check
 from launched import launch
 from matrix_run import small_model
