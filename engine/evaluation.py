@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from engine.algorithms.averages import mean
 from engine.algorithms.kl import k1
-from engine.algorithms.language_modeling import causal_lm_loss, sequence_log_probs
+from engine.algorithms.language_modeling import causal_lm_loss, perplexity, sequence_log_probs
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
 from engine.algorithms.preference import implicit_rewards
@@ -39,20 +39,66 @@ _SAMPLES_SHOWN = 8
 
 @dataclass(frozen=True)
 class Bench:
-    """What every model of a run is measured on."""
+    """What every model of a run is measured on.
+
+    Attributes:
+        pairs: tokenised held-out pairs; none where the run has no use for them.
+    """
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
     prompts: list[dict[str, Any]]
     sft_rows: Any
+    pairs: Any
     device: torch.device
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Prompts with sampled answers, on the CPU.
+
+    Attributes:
+        ids: prompts and answers, `(batch, seq)`.
+        attention_mask: `(batch, seq)`.
+        answers: the last columns of `ids`, `(batch, answer)`.
+        mask: True on the answers' tokens, `(batch, answer)`.
+    """
+
+    ids: Tensor
+    attention_mask: Tensor
+    answers: Tensor
+    mask: Tensor
+
+
+@dataclass
+class Findings:
+    """What is left of a model once it is gone; lists of tensors on the CPU have a batch each.
+
+    Attributes:
+        perplexity: on the held-out dialogues.
+        greedy: the greedy answer to each prompt.
+        sampled: the answer to each prompt sampled at temperature 1.
+        samples: the same as tokens.
+        log_probs: of the samples' tokens, `(batch, answer)`.
+        reference: of the same under the SFT model.
+        pairs: log-probability of each answer of the held-out pairs, `(2 * pairs,)`.
+    """
+
+    perplexity: float | None
+    greedy: list[str]
+    sampled: list[str]
+    samples: list[Sample]
+    log_probs: list[Tensor]
+    reference: list[Tensor] = field(default_factory=list)
+    pairs: list[Tensor] = field(default_factory=list)
 
 
 def evaluate(run: Path) -> dict[str, Any]:
     """Measure base, SFT model, DPO model or actor and its average, and what rates answers.
 
-    Exact match is of greedy answers, style, reward and KL of answers sampled at temperature 1.
+    Exact match is of greedy answers, style, reward and KL of answers sampled at temperature 1. One
+    model is in memory at a time.
 
     Args:
         run: folder of a run whose step 1 is done.
@@ -61,40 +107,48 @@ def evaluate(run: Path) -> dict[str, Any]:
         `{"prompts", "models": {name: {"perplexity", "reward_mean", "reward_std", "exact_match",
         "preferred_style", "kl"}}, "reward_model": {"accuracy", "margin", "pairs", "kinds"},
         "implicit_rewards": the same of a DPO model, "answers": [...]}`; null where the data or the
-        run has no such thing. `kl` is from the SFT model, in nats an answer.
+        run has no such thing, or no row to measure it on. `kl` is from the SFT model, in nats per
+        answer.
     """
     config = load_config(run / "run.yaml")
     folders = model_folders(config, run)
+    reward_folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
+    has_reward = is_complete_model(reward_folder)
+    has_pairs = (has_reward or "dpo" in folders) and config.data.split[1] > 0
     tokenizer = load_tokenizer(folders["sft"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(
         config=config,
         tokenizer=tokenizer,
         prompts=eval_prompts(config, tokenizer)[: config.data.eval_rows],
         sft_rows=build_phase(config, tokenizer, "sft").eval,
-        device=device,
+        pairs=build_phase(config, tokenizer, "reward").eval if has_pairs else [],
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=resolve_dtype(config.dtype),
     )
-    reward_folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
-    reward = None
-    if is_complete_model(reward_folder):
-        reward = RewardModel.from_pretrained(reward_folder, bench.dtype).to(device).eval()
-    sft = load(bench, folders["sft"])
-    models, answers, implicit = {}, {}, None
-    for name, folder in folders.items():
-        model = sft if name == "sft" else load(bench, folder)
-        models[name], answers[name] = measure(bench, model, sft, reward)
-        if name == "dpo":
-            implicit = measure_implicit_rewards(bench, model, sft)
+    found = {
+        name: examine(bench, folder, rates_pairs=name == "dpo")
+        for name, folder in folders.items()
+        if name != "sft"
+    }
+    found["sft"] = examine(bench, folders["sft"], "dpo" in folders, list(found.values()))
+    scores, ratings = rate(bench, reward_folder, found) if has_reward else ({}, [])
+    implicit = []
+    if "dpo" in folders:
+        both = zip(found["dpo"].pairs, found["sft"].pairs, strict=True)
+        implicit = [implicit_rewards(dpo, sft, config.dpo.beta) for dpo, sft in both]
     return {
         "prompts": len(bench.prompts),
-        "models": models,
-        "reward_model": None if reward is None else measure_reward(bench, reward),
-        "implicit_rewards": implicit,
+        "models": {name: figures(bench, found[name], scores.get(name)) for name in folders},
+        "reward_model": figures_of_pairs(bench.pairs, ratings)
+        if has_pairs and has_reward
+        else None,
+        "implicit_rewards": figures_of_pairs(bench.pairs, implicit)
+        if has_pairs and "dpo" in folders
+        else None,
         "answers": [
             {
                 "prompt": prompt["prompt"][-1]["content"],
-                **{name: answers[name][row] for name in folders},
+                **{name: found[name].greedy[row] for name in folders},
             }
             for row, prompt in enumerate(bench.prompts[:_SAMPLES_SHOWN])
         ],
@@ -127,45 +181,109 @@ def load(bench: Bench, folder: str) -> nn.Module:
 
 
 @torch.no_grad()
-def measure(
-    bench: Bench, model: nn.Module, sft: nn.Module, reward: RewardModel | None
-) -> tuple[dict[str, float | None], list[str]]:
-    """One model's figures, and its greedy answers to the prompts."""
+def examine(
+    bench: Bench, folder: str, rates_pairs: bool, others: Sequence[Findings] | None = None
+) -> Findings:
+    """What the model in `folder` says; it is loaded, and gone after.
+
+    Args:
+        bench: what to measure it on.
+        folder: of the model.
+        rates_pairs: whether the likelihood of the held-out pairs is wanted.
+        others: what others found, if this model is the reference of them and of itself; they get
+            its log-probabilities of their samples.
+    """
+    model = load(bench, folder)
     greedy = [text for _, _, texts in answer(bench, model, greedy=True) for text in texts]
     sampled: list[str] = []
-    scores: list[Tensor] = []
-    divergences: list[Tensor] = []
+    samples: list[Sample] = []
     for batch, generation, texts in answer(bench, model, greedy=False):
         sampled += texts
         mask = length_mask(generation.lengths, generation.answers.shape[1])
         ids = torch.cat((batch["input_ids"], generation.answers), dim=1)
-        full_mask = torch.cat((batch["attention_mask"], mask.long()), dim=1)
-        width = mask.shape[1]
-        logits = sft(
-            input_ids=ids, attention_mask=full_mask, **position_arguments(sft, full_mask)
-        ).logits
-        reference = token_log_probs(logits[:, -width - 1 : -1], generation.answers)
-        divergences.append((k1(generation.log_probs, reference) * mask).sum(dim=1))
-        if reward is not None:
-            scores.append(reward.scores(ids, full_mask))
+        attention_mask = torch.cat((batch["attention_mask"], mask.long()), dim=1)
+        samples.append(Sample(*(x.cpu() for x in (ids, attention_mask, generation.answers, mask))))
+    found = Findings(
+        perplexity=mean_perplexity(bench, model),
+        greedy=greedy,
+        sampled=sampled,
+        samples=samples,
+        log_probs=[sample_log_probs(bench, model, sample) for sample in samples],
+        pairs=[pair_log_probs(model, batch) for batch in pair_batches(bench)]
+        if rates_pairs
+        else [],
+    )
+    if others is not None:
+        found.reference = found.log_probs
+        for other in others:
+            other.reference = [sample_log_probs(bench, model, each) for each in other.samples]
+    return found
+
+
+def sample_log_probs(bench: Bench, model: nn.Module, sample: Sample) -> Tensor:
+    """Log-probabilities of the answers' tokens, fp32 `(batch, answer)`.
+
+    By the model's own forward pass for policy and reference alike: a decoder rounds otherwise, and
+    in 16 bits the difference would count as a KL.
+    """
+    ids, mask = sample.ids.to(bench.device), sample.attention_mask.to(bench.device)
+    logits = model(input_ids=ids, attention_mask=mask, **position_arguments(model, mask)).logits
+    width = sample.answers.shape[1]
+    return token_log_probs(logits[:, -width - 1 : -1], ids[:, -width:]).cpu()
+
+
+def pair_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Log-probability of each answer of a batch of pairs, `(2 * pairs,)`."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return sequence_log_probs(logits, batch["labels"]).cpu()
+
+
+@torch.no_grad()
+def rate(
+    bench: Bench, folder: str, found: Mapping[str, Findings]
+) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Scores of each model's samples, and of the held-out pairs, `(2 * pairs,)` a batch.
+
+    The reward model in `folder` is loaded, and gone after.
+    """
+    reward = RewardModel.from_pretrained(folder, bench.dtype).to(bench.device).eval()
+
+    def scores(ids: Tensor, mask: Tensor) -> Tensor:
+        return reward.scores(ids.to(bench.device), mask.to(bench.device)).cpu()
+
+    of_samples = {
+        name: [scores(sample.ids, sample.attention_mask) for sample in each.samples]
+        for name, each in found.items()
+    }
+    pairs = [scores(batch["input_ids"], batch["attention_mask"]) for batch in pair_batches(bench)]
+    return of_samples, pairs
+
+
+def figures(bench: Bench, found: Findings, scores: list[Tensor] | None) -> dict[str, float | None]:
+    """One model's figures; None for what there is no row to measure on."""
     references = [prompt["references"] for prompt in bench.prompts]
     styles = [prompt["preferred_style"] for prompt in bench.prompts]
     all_scores = torch.cat(scores) if scores else None
-    figures = {
-        "perplexity": perplexity(bench, model),
+    divergences = [
+        (k1(own, reference) * sample.mask).sum(dim=1)
+        for own, reference, sample in zip(
+            found.log_probs, found.reference, found.samples, strict=True
+        )
+    ]
+    return {
+        "perplexity": found.perplexity,
         "reward_mean": None if all_scores is None else float(all_scores.mean()),
         "reward_std": None if all_scores is None else float(all_scores.std(correction=0)),
         "exact_match": share(
-            text in known for text, known in zip(greedy, references, strict=True) if known
+            text in known for text, known in zip(found.greedy, references, strict=True) if known
         ),
         "preferred_style": share(
             re.fullmatch(style, text) is not None
-            for text, style in zip(sampled, styles, strict=True)
+            for text, style in zip(found.sampled, styles, strict=True)
             if style
         ),
-        "kl": float(torch.cat(divergences).mean()),
+        "kl": float(torch.cat(divergences).mean()) if divergences else None,
     }
-    return figures, greedy
 
 
 def answer(
@@ -196,9 +314,8 @@ def answer(
         yield batch, generation, texts
 
 
-@torch.no_grad()
-def perplexity(bench: Bench, model: nn.Module) -> float:
-    """Perplexity over the answer tokens of the held-out dialogues."""
+def mean_perplexity(bench: Bench, model: nn.Module) -> float | None:
+    """Perplexity over the answer tokens of the held-out dialogues; None without any."""
     collate = SftCollator(bench.tokenizer.pad_token_id)
     size = bench.config.sft.eval_batch_size
     loss, tokens = 0.0, 0
@@ -209,58 +326,37 @@ def perplexity(bench: Bench, model: nn.Module) -> float:
         batch_loss, batch_tokens = causal_lm_loss(model(**batch).logits, labels)
         loss += float(batch_loss)
         tokens += int(batch_tokens)
-    return math.exp(loss / max(1, tokens))
+    return perplexity(mean(loss, tokens))
 
 
-def measure_reward(bench: Bench, reward: RewardModel) -> dict[str, Any] | None:
-    """Accuracy and margin of the reward model on held-out pairs, also by kind of pair."""
-    return measure_pairs(
-        bench, lambda batch: reward.scores(batch["input_ids"], batch["attention_mask"])
-    )
+def pair_batches(bench: Bench) -> Iterator[dict[str, Tensor]]:
+    """The held-out pairs in batches `(2 * pairs, seq)`, all chosen, then all rejected."""
+    config, pairs = bench.config, bench.pairs
+    collate = LabelledPairCollator(bench.tokenizer.pad_token_id)
+    size = (config.dpo if config.alignment == "dpo" else config.reward).eval_batch_size
+    for start in range(0, len(pairs), size):
+        rows = collate([pairs[row] for row in range(start, len(pairs))[:size]])
+        yield {name: tensor.to(bench.device) for name, tensor in rows.items()}
 
 
-def measure_implicit_rewards(bench: Bench, dpo: nn.Module, sft: nn.Module) -> dict[str, Any] | None:
-    """The same of what a model trained by DPO stands for, against the SFT model it began as."""
-
-    def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return sequence_log_probs(logits, batch["labels"])
-
-    beta = bench.config.dpo.beta
-    return measure_pairs(
-        bench, lambda batch: implicit_rewards(log_probs(dpo, batch), log_probs(sft, batch), beta)
-    )
-
-
-@torch.no_grad()
-def measure_pairs(
-    bench: Bench, rate: Callable[[dict[str, Tensor]], Tensor]
-) -> dict[str, Any] | None:
+def figures_of_pairs(pairs: Any, ratings: Sequence[Tensor]) -> dict[str, Any]:
     """Accuracy and margin of a rating on held-out pairs, also by kind of pair.
 
     Args:
-        bench: with the data.
-        rate: from a batch of pairs to ratings `(2 * pairs,)`, all chosen, then all rejected.
+        pairs: the rows.
+        ratings: of each batch, `(2 * pairs,)`, all chosen, then all rejected.
     """
-    config = bench.config
-    if not config.data.split[1]:
-        return None
-    pairs = build_phase(config, bench.tokenizer, "reward").eval
-    collate = LabelledPairCollator(bench.tokenizer.pad_token_id)
-    size = (config.dpo if config.alignment == "dpo" else config.reward).eval_batch_size
     margins: list[float] = []
-    for start in range(0, len(pairs), size):
-        rows = collate([pairs[row] for row in range(start, len(pairs))[:size]])
-        batch = {name: tensor.to(bench.device) for name, tensor in rows.items()}
-        chosen, rejected = rate(batch).chunk(2)
+    for batch in ratings:
+        chosen, rejected = batch.chunk(2)
         margins += (chosen - rejected).tolist()
     of_kind = defaultdict(list)
-    for kind, margin in zip(pairs["kind"], margins, strict=True):
-        if kind is not None:
-            of_kind[kind].append(margin > 0)
+    for pair, margin in zip(pairs, margins, strict=True):
+        if pair["kind"] is not None:
+            of_kind[pair["kind"]].append(margin > 0)
     return {
         "accuracy": share(margin > 0 for margin in margins),
-        "margin": sum(margins) / max(1, len(margins)),
+        "margin": mean(sum(margins), len(margins)),
         "pairs": len(margins),
         "kinds": {kind: share(right) for kind, right in sorted(of_kind.items())},
     }
@@ -311,7 +407,7 @@ def score_pairs(run: Path, data: Path) -> dict[str, Any]:
         "data": str(data),
         "pairs": len(scores),
         "accuracy": share(margin > 0 for margin in margins),
-        "margin": sum(margins) / len(margins) if margins else None,
+        "margin": mean(sum(margins), len(margins)),
         "left_out": len(source.train) - len(pairs),
         "scores": scores,
     }

@@ -1179,9 +1179,9 @@ def _is_running(run: Path, step: str) -> bool:
         return False
 
 
-def to_json(document: Any) -> str:
+def to_json(document: Any, indent: int | None = None) -> str:
     """A document as JSON; nan and infinities are the strings "nan", "inf", "-inf"."""
-    return json.dumps(_without_nonfinite(document), allow_nan=False)
+    return json.dumps(_without_nonfinite(document), indent=indent, allow_nan=False)
 
 
 def _without_nonfinite(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,12 +89,13 @@ def evaluate_run(
     path = Path(paths[0])
     if not (path / "run.yaml").is_file():
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
+    from dschat_tui import tables
+    from engine import training_log
+
     document = _score_pairs(path, data) if data is not None else _evaluate(path)
     if json_output:
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+        typer.echo(training_log.to_json(document, indent=2))
         return
-    from dschat_tui import tables
-
     typer.echo(tables.evaluation(document) if data is None else _pairs_table(document))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +132,17 @@ def run(tmp_path_factory, group) -> Path:
         trainer.train()
         trainer.save()
     return folder
+
+
+@pytest.fixture(scope="session")
+def nothing_held_out(tmp_path_factory) -> str:
+    """Pairs whose held-out ones do not fit into any step."""
+    folder = tmp_path_factory.mktemp("data") / "pairs"
+    folder.mkdir()
+    for part, words, count in (("train", "", 160), ("test", "word " * 150, 2)):
+        pairs = [
+            {"prompt": f"Say {number}. {words}", "chosen": str(number), "rejected": "no"}
+            for number in range(count)
+        ]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(folder)
