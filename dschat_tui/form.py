@@ -13,14 +13,10 @@ from typing import Any
 import yaml
 from annotated_types import Ge, Le
 
-from engine.config import (
+from engine.config.loading import (
     ConfigError,
-    ModelFacts,
     Option,
-    RunConfig,
-    Violation,
     apply_overrides,
-    check,
     find_profile,
     get_value,
     options,
@@ -30,7 +26,8 @@ from engine.config import (
     set_value,
     user_profiles,
 )
-from engine.config.schema import merged
+from engine.config.rules import ModelFacts, Violation, check
+from engine.config.schema import RunConfig, merged
 
 ALL = "all"
 INSPECTED_ROWS = 200

@@ -13,8 +13,8 @@ import psutil
 
 from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
-from engine.config import RunConfig
 from engine.config.layout import STEP_NUMBERS
+from engine.config.schema import RunConfig
 from engine.models import catalogue, embedded, folders
 from engine.planning import (
     Change,

@@ -13,10 +13,9 @@ from dschat_tui import memory_plan
 from dschat_tui.memory_plan import PlanError, Report, gib
 from dschat_tui.reference import default_text
 from dschat_tui.tables import aligned, plain
-from engine.config import (
+from engine.config.layout import STEP_NUMBERS
+from engine.config.loading import (
     ConfigError,
-    RunConfig,
-    check,
     find_profile,
     get_value,
     load_profile,
@@ -26,7 +25,8 @@ from engine.config import (
     profile_names,
     user_profiles,
 )
-from engine.config.layout import STEP_NUMBERS
+from engine.config.rules import check
+from engine.config.schema import RunConfig
 
 GROUPS = ("yours", "to begin with", "of DeepSpeed-Chat", "of today")
 _INTRODUCTIONS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from engine.config import ConfigError, Option, describe_type, options
+from engine.config.loading import ConfigError, Option, describe_type, options
 
 
 def find_options(prefix: str) -> list[Option]:

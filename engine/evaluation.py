@@ -19,8 +19,9 @@ from engine.algorithms.language_modeling import causal_lm_loss, perplexity, sequ
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
 from engine.algorithms.preference import implicit_rewards
-from engine.config import DataSource, RunConfig, load_config
 from engine.config.layout import STEP_FOLDERS
+from engine.config.loading import load_config
+from engine.config.schema import DataSource, RunConfig
 from engine.data.batches import LabelledPairCollator, PairCollator, PromptCollator, SftCollator
 from engine.data.files import DataError
 from engine.data.phases import build_phase, eval_prompts

@@ -11,7 +11,7 @@ from pathlib import Path
 from dschat_tui.chat.paths import ModelPath, find_model, relatives
 from dschat_tui.chat.session import Generator, Judge, Relatives, Session
 from dschat_tui.chat.settings import Settings
-from engine.config import load_config
+from engine.config.loading import load_config
 from engine.config.placement import Placement, refusals
 
 

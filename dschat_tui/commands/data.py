@@ -21,7 +21,7 @@ from dschat_tui.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from engine.config import DataSource, RunConfig
+    from engine.config.schema import DataSource, RunConfig
 
 data_app = group("Data sets: which there are, what one holds, what a step sees of it.")
 
@@ -128,7 +128,7 @@ def _configuration(
     source: str, profile: str, assignments: list[str] | None
 ) -> tuple[RunConfig, DataSource]:
     """A profile's configuration with one source, mapped as the profile does if it names it."""
-    from engine.config import DataSource
+    from engine.config.schema import DataSource
 
     config = load_config(profile, [], assignments or [])
     data = config.data

@@ -38,7 +38,7 @@ def plan(
 ) -> None:
     """Say how much memory each step takes, whether it fits, and what makes it fit."""
     from dschat_tui import memory_plan
-    from engine.config import check
+    from engine.config.rules import check
 
     settings = list(assignments or [])
     if accelerators is not None:
@@ -78,7 +78,7 @@ def show_options(
 ) -> None:
     """List the options of the configuration: title, type, unit, default, what each does."""
     from dschat_tui import reference
-    from engine.config import ConfigError
+    from engine.config.loading import ConfigError
 
     if markdown:
         typer.echo(reference.as_markdown(), nl=False)

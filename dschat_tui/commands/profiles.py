@@ -44,7 +44,7 @@ def show_profile(
     ] = False,
 ) -> None:
     """Print a profile as it stands in its file, or as it is resolved."""
-    from engine.config import ConfigError, find_profile, load_profile, to_yaml
+    from engine.config.loading import ConfigError, find_profile, load_profile, to_yaml
 
     try:
         text = to_yaml(load_profile(name)) if resolved else find_profile(name).read_text("utf-8")
@@ -57,7 +57,7 @@ def show_profile(
 def compare_profiles(first: Name, second: Name, json_output: JsonFlag = False) -> None:
     """Say in which options two profiles differ."""
     from dschat_tui import profiles
-    from engine.config import ConfigError
+    from engine.config.loading import ConfigError
 
     compare = profiles.differences_as_json if json_output else profiles.differences_as_table
     try:
@@ -71,7 +71,7 @@ def validate_profiles(names: Names = None, json_output: JsonFlag = False) -> Non
     """Load, resolve, check and plan profiles; exit 2 if one cannot be used."""
     from dschat_tui import profiles
     from dschat_tui.commands.shared import EXIT_REFUSED
-    from engine.config import ConfigError
+    from engine.config.loading import ConfigError
 
     try:
         found = [profiles.examine(name) for name in names] if names else profiles.every()

@@ -90,7 +90,7 @@ def run(
         return
 
     from dschat_tui.runs import supervisor
-    from engine.config import to_yaml
+    from engine.config.loading import to_yaml
 
     try:
         plan.run.create(to_yaml(plan.config), name, plan.steps)
@@ -194,7 +194,7 @@ def _show_plan(plan: Plan, json_output: bool) -> None:
     import shlex
 
     from dschat_tui.runs import launch
-    from engine.config import to_yaml
+    from engine.config.loading import to_yaml
 
     port = plan.config.launch.master_port or launch.free_port()
     commands = {s.name: launch.step_command(plan.config, plan.run, s, port) for s in plan.steps}

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from dschat_tui.runs.folder import RunFolder
-    from engine.config import RunConfig
+    from engine.config.schema import RunConfig
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -18,7 +18,7 @@ EXIT_REFUSED = 2
 
 def complete_profile(incomplete: str) -> list[str]:
     """Names of profiles that begin so, for the shell's completion."""
-    from engine.config import profile_names
+    from engine.config.loading import profile_names
 
     return [name for name in profile_names() if name.startswith(incomplete)]
 
@@ -58,7 +58,7 @@ def refuse(*reasons: str) -> NoReturn:
 
 
 def load_config(profile: str, data: list[str], assignments: list[str]) -> RunConfig:
-    from engine.config import ConfigError, apply_overrides, read_profile, resolve, set_value
+    from engine.config.loading import ConfigError, apply_overrides, read_profile, resolve, set_value
 
     try:
         values = apply_overrides(read_profile(profile), assignments)

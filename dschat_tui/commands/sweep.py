@@ -84,7 +84,7 @@ def sweep(
     from dschat_tui.sweep import checks, runner
     from dschat_tui.sweep.matrix import MatrixFile, read_matrix
     from dschat_tui.sweep.state import SweepError, SweepFolder
-    from engine.config import ConfigError
+    from engine.config.loading import ConfigError
 
     if output is None:
         refuse("give the folder of the sweep: --output DIR")

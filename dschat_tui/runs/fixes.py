@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.config import RunConfig, get_value
 from engine.config.layout import StepName
+from engine.config.loading import get_value
+from engine.config.schema import RunConfig
 
 Assignments = dict[str, Any]
 Fix = Callable[[RunConfig, StepName], Assignments]

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 
-from engine.config import RunConfig, layout
+from engine.config import layout
 from engine.config.layout import StepName
+from engine.config.schema import RunConfig
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
 # of a run alone: it waits at a gate between two steps

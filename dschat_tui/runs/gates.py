@@ -14,8 +14,9 @@ from typing import Any
 
 from dschat_tui.runs.folder import DONE, STEPS
 from dschat_tui.runs.results import Record
-from engine.config import RunConfig, get_value
 from engine.config.layout import StepName
+from engine.config.loading import get_value
+from engine.config.schema import RunConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import FAILED, STEPS, RunFolder
 from dschat_tui.runs.results import was_evaluated
-from engine.config import ConfigError, read_yaml
+from engine.config.loading import ConfigError, read_yaml
 
 # the final metric that a list has room for, by step, and what it is called there
 FINAL = {

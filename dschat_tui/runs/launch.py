@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dschat_tui.runs.folder import RunFolder, Step
-from engine.config import RunConfig
+from engine.config.schema import RunConfig
 
 NO_HOSTFILE = "/dev/null"
 

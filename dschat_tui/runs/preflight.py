@@ -26,19 +26,12 @@ from dschat_tui.runs.folder import (
     is_alive,
     steps_of,
 )
-from engine.config import (
-    ConfigError,
-    DataSource,
-    ModelFacts,
-    RunConfig,
-    check,
-    get_value,
-    layout,
-    load_config,
-    options,
-)
+from engine.config import layout
 from engine.config.deepspeed import Role
 from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.loading import ConfigError, get_value, load_config, options
+from engine.config.rules import ModelFacts, check
+from engine.config.schema import DataSource, RunConfig
 from engine.data import checks, files
 from engine.models import catalogue, embedded, folders
 from engine.planning import KNOWN_FAMILIES, ModelShape

@@ -14,17 +14,17 @@ from dschat_tui.runs.folder import DONE, FAILED, PENDING, STEPS, RunFolder, Step
 from dschat_tui.runs.preflight import Refusal, changed_keys
 from dschat_tui.runs.processes import end_leftovers
 from dschat_tui.runs.supervisor import GRACE_SECONDS
-from engine.config import (
+from engine.config import layout
+from engine.config.loading import (
     ConfigError,
-    RunConfig,
     apply_overrides,
     get_value,
-    layout,
     options,
     read_yaml,
     resolve,
     to_yaml,
 )
+from engine.config.schema import RunConfig
 from engine.models.folders import is_complete_model
 
 

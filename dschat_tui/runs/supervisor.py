@@ -39,7 +39,8 @@ from dschat_tui.runs.folder import (
 from dschat_tui.runs.guard import start_guard
 from dschat_tui.runs.processes import RUN_MARK
 from dschat_tui.runs.results import final_metrics
-from engine.config import RunConfig, load_config
+from engine.config.loading import load_config
+from engine.config.schema import RunConfig
 from engine.models.folders import is_complete_model
 
 GRACE_SECONDS = 15.0

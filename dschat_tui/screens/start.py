@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from dschat_tui.form import Form
     from dschat_tui.profiles import Profile
-    from engine.config import Option, RunConfig
+    from engine.config.loading import Option
+    from engine.config.schema import RunConfig
 
 # a key held down changes options faster than anybody reads plans
 SETTLE_SECONDS = 0.05
@@ -253,7 +254,7 @@ class StartScreen(DashboardScreen):
     def _choose(self, name: str) -> None:
         """Take another profile; what was changed stays changed on top of it."""
         from dschat_tui.form import Form
-        from engine.config import ConfigError
+        from engine.config.loading import ConfigError
 
         self._chosen = name
         entry = next((entry for entry in self.entries if entry.name == name), None)
@@ -270,7 +271,7 @@ class StartScreen(DashboardScreen):
 
     def _assign(self, changes: dict[str, str]) -> str | None:
         """Change options; what is wrong with a value, in words, or None."""
-        from engine.config import ConfigError
+        from engine.config.loading import ConfigError
 
         assert self.form is not None
         try:
@@ -307,7 +308,7 @@ class StartScreen(DashboardScreen):
     def _look_at_option(self) -> None:
         """Find out what the next value of the option under the cursor comes to."""
         from dschat_tui.form import choices
-        from engine.config import get_value
+        from engine.config.loading import get_value
 
         option, self.effect = self._option(), ""
         self._draw_option_detail()
@@ -497,7 +498,7 @@ class StartScreen(DashboardScreen):
     def action_change(self, by: int) -> None:
         """The next or previous value of an option, or a line to type one into."""
         from dschat_tui.form import choices, value_text
-        from engine.config import get_value
+        from engine.config.loading import get_value
 
         option = self._option()
         if option is None or self.form is None:
@@ -592,7 +593,7 @@ class StartScreen(DashboardScreen):
             self._ask("name of the new profile, then enter", "", self._save_as)
 
     def _save_as(self, name: str) -> str | None:
-        from engine.config import ConfigError
+        from engine.config.loading import ConfigError
 
         assert self.form is not None
         try:

@@ -14,7 +14,7 @@ from dschat_tui.widgets.text import ASCII, Glyphs, clean
 if TYPE_CHECKING:
     from dschat_tui.form import Form
     from dschat_tui.profiles import Profile
-    from engine.config import Option
+    from engine.config.loading import Option
 
 VALUE_WIDTH = 14
 
@@ -108,7 +108,7 @@ class OptionRows:
 def shown_value(form: Form, option: Option, is_greyed: bool) -> str:
     """`[x]` or `[ ]`, `< word >`, or the text of a value; dashes where rules forbid the others."""
     from dschat_tui.form import choices, value_text
-    from engine.config import get_value
+    from engine.config.loading import get_value
 
     value = get_value(form.config, option.key)
     if isinstance(value, bool):
@@ -126,7 +126,7 @@ def option_detail(
     """Key, default and what the option does; then what a rule says, and what it costs."""
     from dschat_tui.form import value_text
     from dschat_tui.reference import default_text
-    from engine.config import describe_type, get_value
+    from engine.config.loading import describe_type, get_value
 
     facts = [describe_type(option.annotation), f"default {default_text(option.default)}"]
     if option.unit:

@@ -14,7 +14,8 @@ from dschat_tui.screens.start_rows import Need
 
 if TYPE_CHECKING:
     from dschat_tui.memory_plan import Report
-    from engine.config import ModelFacts, RunConfig
+    from engine.config.rules import ModelFacts
+    from engine.config.schema import RunConfig
 
 POLL_SECONDS = 0.05
 
@@ -95,7 +96,7 @@ def start(config: RunConfig, profile: str, output: Path) -> Started:
     """Check a run, make its folder and start its supervisor, as `dschat run` does."""
     from dschat_tui.runs import supervisor
     from dschat_tui.runs.preflight import Refusal, prepare
-    from engine.config import to_yaml
+    from engine.config.loading import to_yaml
 
     try:
         plan = prepare(config, output, None)

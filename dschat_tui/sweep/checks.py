@@ -13,7 +13,9 @@ from dschat_tui.runs.folder import FAILED, PENDING
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.sweep.matrix import Sweep
 from dschat_tui.sweep.state import PRUNED
-from engine.config import RunConfig, check, layout
+from engine.config import layout
+from engine.config.rules import check
+from engine.config.schema import RunConfig
 
 Outcome = dict[str, Any]
 REFUSED_ADVICE = "Change this value of the axis, or what it needs; then: --retry failed."

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from dschat_tui import memory_plan
-from engine.config import (
+from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.loading import (
     ConfigError,
-    RunConfig,
     apply_overrides,
     get_value,
     profile_folders,
@@ -25,7 +25,7 @@ from engine.config import (
     resolve,
     set_value,
 )
-from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.schema import RunConfig
 
 Values = dict[str, Any]
 

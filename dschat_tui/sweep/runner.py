@@ -48,7 +48,8 @@ from dschat_tui.sweep.state import (
     counts,
     own_identity,
 )
-from engine.config import RunConfig, resolve, to_yaml
+from engine.config.loading import resolve, to_yaml
+from engine.config.schema import RunConfig
 from engine.models.folders import is_complete_model
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.config import ConfigError, RunConfig, load_config
+from engine.config.loading import ConfigError, load_config
+from engine.config.schema import RunConfig
 
 
 def parse_arguments(description: str) -> tuple[RunConfig, Path]:

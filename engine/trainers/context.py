@@ -13,9 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine.checkpoint import Checkpoints
-from engine.config import RunConfig
 from engine.config.layout import STEP_FOLDERS, StepName
-from engine.config.schema import StepConfig
+from engine.config.schema import RunConfig, StepConfig
 from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
 from engine.data.schemas import Phase

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from dschat_tui.runs.folder import STEPS, RunFolder
-from engine.config import RunConfig, to_yaml
+from engine.config.loading import to_yaml
+from engine.config.schema import RunConfig
 
 # What fake steps find defined: their folder, and how to leave a complete model or a pid behind.
 PRELUDE = """
@@ -41,7 +42,7 @@ import os, sys
 from pathlib import Path
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.supervisor import Supervisor
-from engine.config import load_config
+from engine.config.loading import load_config
 
 run, scripts, grace = RunFolder(Path(sys.argv[1])), Path(sys.argv[2]), float(sys.argv[3])
 program = sys.argv[4]

@@ -26,7 +26,7 @@ from dschat_tui.runs import control
 from dschat_tui.runs.control import end_now, has_supervisor
 from dschat_tui.runs.folder import RunFolder
 from engine import training_log as log
-from engine.config import load_config, user_profiles
+from engine.config.loading import load_config, user_profiles
 
 SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
 

@@ -23,7 +23,8 @@ from dschat_tui.screens.chat import ChatScreen
 from dschat_tui.screens.run import RunScreen
 from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.screens.transcript import Transcript
-from engine.config import RunConfig, to_yaml
+from engine.config.loading import to_yaml
+from engine.config.schema import RunConfig
 
 FAKE = """
 import json, os, signal, sys, time

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from dschat_tui.chat.commands import respond
 from dschat_tui.chat.session import Session
-from engine.config import DataSource
+from engine.config.schema import DataSource
 from engine.data.files import read_rows
 from engine.data.rows import normalise
 from engine.data.schemas import schema_of

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from engine import training_log
-from engine.config import profile_names
+from engine.config.loading import profile_names
 
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "textual", "rich", "pydantic")
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,9 @@ from dschat_tui.runs.preflight import Refusal, prepare
 from dschat_tui.runs.results import final_metrics
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS
 from engine import training_log
-from engine.config import RunConfig, check, resolve, to_yaml
-from engine.config.rules import ModelFacts
+from engine.config.loading import resolve, to_yaml
+from engine.config.rules import ModelFacts, check
+from engine.config.schema import RunConfig
 from engine.planning import ModelShape, plan_memory
 
 SFT, _, _, DPO = STEPS

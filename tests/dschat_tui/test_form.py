@@ -17,11 +17,9 @@ from dschat_tui.screens import plan as plans
 from dschat_tui.screens.start import GROUP_TABS
 from dschat_tui.widgets.rows import row_text
 from dschat_tui.widgets.text import ASCII, UNICODE
-from engine.config import (
+from engine.config.loading import (
     ConfigError,
-    RunConfig,
     apply_overrides,
-    check,
     get_value,
     load_profile,
     options,
@@ -29,7 +27,8 @@ from engine.config import (
     resolve,
     user_profiles,
 )
-from engine.config.schema import Group
+from engine.config.rules import check
+from engine.config.schema import Group, RunConfig
 
 WITH_CHOICES = [option.key for option in options() if forms.choices(option.key)]
 

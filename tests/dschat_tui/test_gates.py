@@ -15,7 +15,8 @@ from dschat_tui.cli import app
 from dschat_tui.runs import control, gates, resume, watch
 from dschat_tui.runs.folder import STEPS, RunFolder
 from dschat_tui.runs.preflight import Refusal
-from engine.config import RunConfig, load_config, load_profile, to_yaml
+from engine.config.loading import load_config, load_profile, to_yaml
+from engine.config.schema import RunConfig
 
 SFT, REWARD, PPO = STEPS[:3]
 

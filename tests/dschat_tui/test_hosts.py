@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dschat_tui.cli import app
 from dschat_tui.runs import hosts
 from dschat_tui.runs.preflight import Refusal, prepare
-from engine.config import resolve
+from engine.config.loading import resolve
 from engine.config.schema import LaunchConfig
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from dschat_tui.runs import launch
 from dschat_tui.runs.folder import STEPS, RunFolder
-from engine.config import RunConfig, resolve
+from engine.config.loading import resolve
+from engine.config.schema import RunConfig
 
 
 def command(step_number: int = 1, **launch_options) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import RunConfig, load_profile
+from engine.config.loading import load_profile
+from engine.config.schema import RunConfig
 
 # profile, model, devices, rows a device, accumulation, learning rate, weight decay, epochs, ZeRO,
 # LoRA rank, checkpointing, offload, dropout (- the model's own), rows a device in evaluation

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dschat_tui import memory_plan
 from dschat_tui.cli import app
 from dschat_tui.screens import start_work
-from engine.config import load_profile
+from engine.config.loading import load_profile
 
 LLAMA_7B = {
     "model_type": "llama",

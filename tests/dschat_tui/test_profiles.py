@@ -15,16 +15,16 @@ from dschat_tui import memory_plan, profiles
 from dschat_tui.cli import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.fixes import fix_for
-from engine.config import (
+from engine.config.loading import (
     ConfigError,
     apply_overrides,
-    check,
     load_profile,
     profile_names,
     read_profile,
     resolve,
     user_profiles,
 )
+from engine.config.rules import check
 from engine.planning import ModelShape, known_config
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dschat_tui.reference import as_markdown, as_text, find_options
-from engine.config import ConfigError, options
+from engine.config.loading import ConfigError, options
 
 DOCS = Path(__file__).parents[2] / "docs"
 

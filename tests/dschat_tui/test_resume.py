@@ -19,7 +19,8 @@ from dschat_tui.runs import control, fixes, resume, stopping
 from dschat_tui.runs.folder import STEPS, RunFolder, process_identity
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.processes import RUN_MARK, end_leftovers, leftovers
-from engine.config import RunConfig, load_config, options, to_yaml
+from engine.config.loading import load_config, options, to_yaml
+from engine.config.schema import RunConfig
 from engine.failure_causes import EXCEPTIONS, LINES, RETURN_CODES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as on Linux")

@@ -29,7 +29,8 @@ from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.widgets.chart import View, plot
 from dschat_tui.widgets.rows import row_text
 from engine import training_log as log
-from engine.config import RunConfig, load_config, to_yaml
+from engine.config.loading import load_config, to_yaml
+from engine.config.schema import RunConfig
 
 SIZES = [(60, 16), (80, 24), (160, 50)]
 SFT = STEPS[0]

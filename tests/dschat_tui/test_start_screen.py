@@ -27,7 +27,8 @@ from dschat_tui.screens.run import RunScreen
 from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.screens.start import StartScreen
 from dschat_tui.widgets.rows import Rows, row_text
-from engine.config import RunConfig, load_config, load_profile, to_yaml, user_profiles
+from engine.config.loading import load_config, load_profile, to_yaml, user_profiles
+from engine.config.schema import RunConfig
 
 SIZES = [(60, 16), (80, 24), (160, 50)]
 Script = Callable[[Pilot[None], StartScreen], Awaitable[None]]

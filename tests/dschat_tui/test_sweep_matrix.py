@@ -11,7 +11,7 @@ import pytest
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.sweep import checks, matrix
 from dschat_tui.sweep.matrix import Axis, make, parse_axis, read_matrix
-from engine.config import ConfigError, get_value, load_profile
+from engine.config.loading import ConfigError, get_value, load_profile
 
 ORIGINAL = re.compile(r"z[23]_he_(true|false)_offload_(true|false)_lora_(true|false)")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dschat_tui.runs.preflight import Refusal, prepare
-from engine.config import resolve
+from engine.config.loading import resolve
 from engine.models import embedded
 
 

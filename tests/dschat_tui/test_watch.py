@@ -18,7 +18,8 @@ from dschat_tui.runs import control, results, watch
 from dschat_tui.runs.folder import STEPS, RunFolder
 from dschat_tui.runs.history import history
 from engine import training_log
-from engine.config import RunConfig, to_yaml
+from engine.config.loading import to_yaml
+from engine.config.schema import RunConfig
 
 SFT, REWARD, PPO = STEPS[:3]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from small_run import configuration
 
-from engine.config import RunConfig
+from engine.config.schema import RunConfig
 from engine.distributed import process_group, rank, world_size
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer

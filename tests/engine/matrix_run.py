@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from small_run import configuration
 
-from engine.config import check
+from engine.config.rules import check
 from engine.distributed import rank
 from engine.models.embedded import build
 from engine.models.folders import is_complete_model

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import RunConfig
 from engine.config.layout import STEP_FOLDERS, STOP_REQUEST, StepName
+from engine.config.schema import RunConfig
 from engine.trainers.context import StepContext
 from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer

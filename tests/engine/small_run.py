@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.config import RunConfig, apply_overrides, resolve
+from engine.config.loading import apply_overrides, resolve
+from engine.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from engine.generation.sampling import Generation

@@ -13,7 +13,7 @@ import torch
 from small_run import configuration
 from transformers import AutoModelForCausalLM
 
-from engine.config import RunConfig
+from engine.config.schema import RunConfig
 from engine.data.batches import LabelledPairCollator
 from engine.data.phases import IGNORED
 from engine.models.folders import is_complete_model

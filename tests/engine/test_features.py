@@ -19,7 +19,7 @@ from peft import PeftModel
 from small_run import configuration
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.config import ModelFacts, check
+from engine.config.rules import ModelFacts, check
 from engine.models.load import ModelError
 from engine.trainers.context import StepContext
 from engine.trainers.reward import RewardTrainer

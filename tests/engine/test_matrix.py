@@ -16,8 +16,8 @@ from launched import launch
 from matrix_run import FAMILIES, Cell, cells, judge, options, run_cell, small_model, step_3, table
 from resumed import records
 
-from engine.config import check
 from engine.config.layout import STEP_FOLDERS
+from engine.config.rules import check
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
 from engine.models.reward import RewardModel

@@ -13,8 +13,8 @@ from launched import launch
 from mixz_run import STEPS, large_model, losses, ppo, sft, share_of_bf16
 from small_run import configuration
 
-from engine.config import check
 from engine.config.deepspeed import role_layout
+from engine.config.rules import check
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
 from engine.models.quantization import TorchQuantizer, quantize_frozen

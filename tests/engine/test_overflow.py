@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from matrix_run import small_model, step_3
 from small_run import configuration
 
-from engine.config import check
+from engine.config.rules import check
 from engine.trainers import ppo
 from engine.trainers.ppo import PPOTrainer, UpdateStats
 

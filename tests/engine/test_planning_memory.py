@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from engine.config import RunConfig, check
+from engine.config.rules import check
+from engine.config.schema import RunConfig
 from engine.planning import ModelShape, plan_memory, smallest_change
 
 GIB = 2**30

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import RunConfig, load_profile
+from engine.config.loading import load_profile
+from engine.config.schema import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 ROWS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import resolve
+from engine.config.loading import resolve
 from engine.trainers.context import StepContext
 
 
