@@ -34,10 +34,10 @@ import deepspeed
 import torch
 
 from dschat_tui.memory_plan import resolved_dtype, shape_of
-from engine.config.layout import StepName
 from engine.config.loading import load_profile
 from engine.config.rules import check
 from engine.config.schema import DataSource, RunConfig
+from engine.config.steps import StepName
 from engine.distributed import process_group
 from engine.models import catalogue
 from engine.planning import StepPlan, plan_memory

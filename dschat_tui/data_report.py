@@ -8,13 +8,10 @@ from typing import Any
 
 from dschat_tui.tables import aligned
 from dschat_tui.widgets.text import clean
+from engine.config.steps import pipeline
 
 BAR_WIDTH = 40
 SHOWN_CHARACTERS = 600
-STEP_TITLES = {
-    "ppo": {"1": "1 SFT", "2": "2 reward model", "3": "3 RLHF (PPO)"},
-    "dpo": {"1": "1 SFT", "2": "2 DPO", "3": "3 RLHF (PPO)"},
-}
 LEARNT, NOT_LEARNT = "32", "2"
 
 
@@ -43,9 +40,15 @@ def as_text(document: dict[str, Any], color: bool = False) -> str:
     for name, title in (("used", document["template"]), ("own", "that came with the tokenizer")):
         if name in rendered:
             parts.append(f"row 1 in the template {title}\n" + _quoted(rendered[name]))
-    titles = STEP_TITLES[document["alignment"]]
+    titles = _titles(document["alignment"])
     parts += ["\n".join(_sample(sample, titles, color)) for sample in document["samples"]]
     return "\n\n".join(part for part in parts if part)
+
+
+def _titles(alignment: str) -> dict[str, str]:
+    """Number and title of each step; of a run that ends with step 2, also those of step 3."""
+    steps = (*pipeline("ppo"), *pipeline(alignment))
+    return {str(step.number): f"{step.number} {step.title}" for step in steps}
 
 
 def _head(document: dict[str, Any]) -> Iterator[str]:
@@ -58,7 +61,7 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
         if count:
             first = clean(rows["first_dropped"][reason])
             yield f"        {count} left out ({reason}), first {first}"
-    for step, title in STEP_TITLES[document["alignment"]].items():
+    for step, title in _titles(document["alignment"]).items():
         reason = document["steps"][step]["reason"]
         yield f"step {title}: " + (f"no: {reason}" if reason else "yes")
 
@@ -92,7 +95,7 @@ def _limits(document: dict[str, Any]) -> str:
         eos = "-" if found["with_eos"] is None else f"{found['with_eos']} of {kept}"
         rows.append(
             [
-                STEP_TITLES[document["alignment"]][step],
+                _titles(document["alignment"])[step],
                 str(found["max_tokens"]),
                 str(seen),
                 _part(found["truncated"], seen),

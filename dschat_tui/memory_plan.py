@@ -13,8 +13,8 @@ import psutil
 
 from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
-from engine.config.layout import STEP_NUMBERS
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME
 from engine.models import catalogue, embedded, folders
 from engine.planning import (
     Change,
@@ -111,7 +111,7 @@ def on_gpus(config: RunConfig) -> Report:
     actor, reward = shapes_of(config, offline=True)
     nodes, dtype = number_of_nodes(config), resolved_dtype(config.dtype, "cuda")
     plan = plan_memory(config, actor, reward, dtype=dtype, nodes=nodes)
-    served = [step for step in plan.steps if config.data.split[STEP_NUMBERS[step.step] - 1]]
+    served = [step for step in plan.steps if config.data.split[BY_NAME[step.step].number - 1]]
     plan = replace(plan, steps=tuple(served))
     memory = int((config.launch.memory_gib or plan.device_bytes / GIB) * GIB)
     return Report(plan, max(memory, 1), None, None)

@@ -13,7 +13,6 @@ from dschat_tui import memory_plan
 from dschat_tui.memory_plan import PlanError, Report, gib
 from dschat_tui.reference import default_text
 from dschat_tui.tables import aligned, plain
-from engine.config.layout import STEP_NUMBERS
 from engine.config.loading import (
     ConfigError,
     find_profile,
@@ -27,6 +26,7 @@ from engine.config.loading import (
 )
 from engine.config.rules import check
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME
 
 GROUPS = ("yours", "to begin with", "of DeepSpeed-Chat", "of today")
 _INTRODUCTIONS = {
@@ -153,7 +153,7 @@ def examine(name: str) -> Profile:
 def plan_sentence(report: Report) -> str:
     """What a plan comes to, as the comment on top of a profile states it."""
     steps = ", ".join(
-        f"step {STEP_NUMBERS[step.step]} {gib(step.device_bytes)}" for step in report.plan.steps
+        f"step {BY_NAME[step.step].number} {gib(step.device_bytes)}" for step in report.plan.steps
     )
     host = report.plan.node_host_bytes
     on_host = f"; {gib(host)} GiB on the host of a node" if host else ""
@@ -336,7 +336,7 @@ def _comment_as_markdown(profile: Profile) -> list[str]:
 
 def _step_memory(profile: Profile) -> list[str]:
     held = {s.step: s.device_bytes for s in profile.report.plan.steps} if profile.report else {}
-    by_number = {STEP_NUMBERS[step]: size for step, size in held.items()}
+    by_number = {BY_NAME[step].number: size for step, size in held.items()}
     return [gib(by_number.get(number, 0)) for number in (1, 2, 3)]
 
 

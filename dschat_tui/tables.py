@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from dschat_tui.runs import gates
-from dschat_tui.runs.folder import STEPS
 from dschat_tui.runs.results import duration, summary_text
 from dschat_tui.widgets.text import clean
+from engine.config.steps import STEPS
 
 EXTREMES = ("least", "greatest")
 COUNTERS = ("epoch", "step", "index", "rank", "ppo_epoch", "batch_size", "total_steps")

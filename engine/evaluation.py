@@ -19,9 +19,10 @@ from engine.algorithms.language_modeling import causal_lm_loss, perplexity, sequ
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
 from engine.algorithms.preference import implicit_rewards
-from engine.config.layout import STEP_FOLDERS
+from engine.config.layout import model_source
 from engine.config.loading import load_config
 from engine.config.schema import DataSource, RunConfig
+from engine.config.steps import BY_NAME
 from engine.data.batches import LabelledPairCollator, PairCollator, PromptCollator, SftCollator
 from engine.data.files import DataError
 from engine.data.phases import build_phase, eval_prompts
@@ -113,7 +114,7 @@ def evaluate(run: Path) -> dict[str, Any]:
     """
     config = load_config(run / "run.yaml")
     folders = model_folders(config, run)
-    reward_folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
+    reward_folder = model_source(config, run, "reward")
     has_reward = is_complete_model(reward_folder)
     has_pairs = (has_reward or "dpo" in folders) and config.data.split[1] > 0
     tokenizer = load_tokenizer(folders["sft"])
@@ -158,11 +159,11 @@ def evaluate(run: Path) -> dict[str, Any]:
 
 def model_folders(config: RunConfig, run: Path) -> dict[str, str]:
     """Base, SFT model, DPO model, actor and average of a run, those that exist."""
-    step3 = run / STEP_FOLDERS["ppo"]
-    finished = config.models.sft or str(run / STEP_FOLDERS["sft"] / "model")
+    step3 = run / BY_NAME["ppo"].folder
+    finished = model_source(config, run, "sft")
     candidates = {
         "sft": finished,
-        "dpo": str(run / STEP_FOLDERS["dpo"] / "model"),
+        "dpo": model_source(config, run, "dpo"),
         "actor": str(step3 / "actor"),
         "actor_ema": str(step3 / "actor_ema"),
     }
@@ -380,7 +381,7 @@ def score_pairs(run: Path, data: Path) -> dict[str, Any]:
         DataError: the file cannot be read, or holds no pairs.
     """
     config = load_config(run / "run.yaml")
-    folder = config.models.trained_reward or str(run / STEP_FOLDERS["reward"] / "model")
+    folder = model_source(config, run, "reward")
     if not is_complete_model(folder):
         raise FileNotFoundError(f"{folder} holds no complete reward model; run step 2 first")
     source = load_source(DataSource(path=str(data.absolute())), config.data.cache_dir)

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from engine.config.steps import PIPELINES, STEPS
 from engine.failure_causes import CauseFinder
 
 # On a full disk, between two tries to write.
@@ -1033,7 +1034,7 @@ class LogReader:
         match = _STEP_OF_WRAPPER.match(message)
         if match is None:
             return None
-        self._learn_step(("sft", "reward", "ppo")[int(match[1]) - 1])
+        self._learn_step(PIPELINES["ppo"][int(match[1]) - 1])
         return _NOTHING
 
     def _read_wrapper_status(self, message: str, text: str) -> _Records | None:
@@ -1142,14 +1143,6 @@ def read_document(path: Path) -> dict[str, Any]:
     }
 
 
-STEP_FOLDERS = {
-    "sft": "step1-sft",
-    "reward": "step2-reward",
-    "ppo": "step3-rlhf",
-    "dpo": "step2-dpo",
-}
-
-
 def read_run(path: Path) -> dict[str, Any]:
     """The documents of the steps of a run's folder that have begun, under `steps`.
 
@@ -1159,15 +1152,15 @@ def read_run(path: Path) -> dict[str, Any]:
         OSError: a log cannot be read.
     """
     steps = {}
-    for step, folder in STEP_FOLDERS.items():
-        log = path / folder / "training.log"
+    for step in STEPS:
+        log = path / step.folder / "training.log"
         if not log.is_file():
             continue
         document = read_document(log)
-        document["step"] = document["step"] or step
-        if document["state"] == "unknown" and _is_running(path, step):
+        document["step"] = document["step"] or step.name
+        if document["state"] == "unknown" and _is_running(path, step.name):
             document["state"] = "running"
-        steps[step] = document
+        steps[step.name] = document
     return {"steps": steps}
 
 

@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.layout import STEP_FOLDERS
-
-# The models of each step that can talk, the preferred one first.
-_TALKERS = {
-    STEP_FOLDERS["ppo"]: ("actor_ema", "actor"),
-    STEP_FOLDERS["dpo"]: ("model",),
-    STEP_FOLDERS["sft"]: ("model",),
-}
-# What the model of a step is called, where its folder does not say.
-_NAMES = {STEP_FOLDERS["sft"]: "sft", STEP_FOLDERS["dpo"]: "dpo"}
-_REWARD_STEP = STEP_FOLDERS["reward"]
+from engine.config.steps import BY_FOLDER, STEPS
 
 
 class PathError(ValueError):
@@ -72,22 +62,20 @@ def find_model(path: str, tokenizer: str | None = None) -> ModelPath | None:
 def relatives(run: Path) -> dict[str, str]:
     """Return the finished models of a run by name: sft, dpo, actor, actor_ema, reward."""
     places = {
-        "sft": run / STEP_FOLDERS["sft"] / "model",
-        "dpo": run / STEP_FOLDERS["dpo"] / "model",
-        "actor": run / STEP_FOLDERS["ppo"] / "actor",
-        "actor_ema": run / STEP_FOLDERS["ppo"] / "actor_ema",
-        "reward": run / _REWARD_STEP / "model",
+        step.model_name(name): run / step.folder / name
+        for step in STEPS
+        for name in step.chat_models or step.models
     }
     return {name: str(place) for name, place in places.items() if _is_model(place)}
 
 
 def _in_run(folder: Path) -> ModelPath | None:
-    steps = [name for name in STEP_FOLDERS.values() if (folder / name).is_dir()]
+    steps = [step.folder for step in STEPS if (folder / step.folder).is_dir()]
     if not steps:
         return None
-    for step in _TALKERS:
-        found = _in_step(folder / step)
-        if found:
+    # The last step of a run made the best of it.
+    for step in sorted(STEPS, key=lambda step: -step.number):
+        if step.chat_models and (found := _in_step(folder / step.folder)):
             return found
     raise PathError(
         f"The run {folder} has no finished model to talk to yet (it has {', '.join(steps)}); "
@@ -96,13 +84,15 @@ def _in_run(folder: Path) -> ModelPath | None:
 
 
 def _in_step(folder: Path) -> ModelPath | None:
-    step = folder.resolve().name
-    if step == _REWARD_STEP:
+    step = BY_FOLDER.get(folder.resolve().name)
+    if step is None:
+        return None
+    if not step.chat_models:
         raise PathError(
             f"{folder} holds a reward model: it scores answers and cannot talk. Give the run's "
             "folder; /score shows its scores there."
         )
-    for name in _TALKERS.get(step, ()):
+    for name in step.chat_models:
         if _is_model(folder / name):
             return _as_model(folder / name)
     return None
@@ -110,10 +100,10 @@ def _in_step(folder: Path) -> ModelPath | None:
 
 def _as_model(folder: Path) -> ModelPath:
     whole = folder.resolve()
-    step = whole.parent
-    if step.name not in STEP_FOLDERS.values():
+    step = BY_FOLDER.get(whole.parent.name)
+    if step is None:
         return ModelPath(str(folder), whole.name)
-    return ModelPath(str(folder), _NAMES.get(step.name, whole.name), step.parent)
+    return ModelPath(str(folder), step.model_name(whole.name), whole.parent.parent)
 
 
 def _is_model(folder: Path) -> bool:

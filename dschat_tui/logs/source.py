@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# as the engine has them; its grammar of logs takes a moment to load, before the first picture
-STEP_FOLDERS = {
-    "sft": "step1-sft",
-    "reward": "step2-reward",
-    "ppo": "step3-rlhf",
-    "dpo": "step2-dpo",
-}
-_PIPELINES = {"ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "dpo")}
+from engine.config.steps import BY_FOLDER, PIPELINES, STEPS
+
 # the key of a log whose step only its lines tell
 ONE_LOG = "log"
-_STEP_OF_FOLDER = {folder: step for step, folder in STEP_FOLDERS.items()}
 
 
 class SourceError(ValueError):
@@ -55,17 +48,18 @@ def find_source(path: Path) -> Source:
     """
     path = path.absolute()
     if path.is_file():
-        key = _STEP_OF_FOLDER.get(path.parent.name, ONE_LOG)
+        step = BY_FOLDER.get(path.parent.name)
+        key = ONE_LOG if step is None else step.name
         return Source(path, {key: path}, path.parent / "rollouts.jsonl")
     if not path.is_dir():
         raise SourceError(f"{path} does not exist. Give the folder of a run, or a training.log")
-    steps = {step: path / folder for step, folder in STEP_FOLDERS.items()}
+    steps = {step.name: path / step.folder for step in STEPS}
     state_file = path / "run.json"
     if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
         begun = (_read_state(state_file) or {"steps": {}})["steps"]
         is_dpo = "dpo" in begun or steps["dpo"].is_dir()
-        names = _PIPELINES["dpo" if is_dpo else "ppo"]
-        logs = {step: steps[step] / "training.log" for step in names}
+        names = PIPELINES["dpo" if is_dpo else "ppo"]
+        logs: dict[str, Path] = {step: steps[step] / "training.log" for step in names}
         rollouts = steps["ppo"] / "rollouts.jsonl"
         return Source(path, logs, rollouts, state_file)
     if (path / "training.log").is_file():

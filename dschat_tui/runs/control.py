@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dschat_tui.runs.folder import PENDING, RUNNING, STEPS, RunFolder, is_alive
+from dschat_tui.runs.folder import PENDING, RUNNING, RunFolder, is_alive
 from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.supervisor import SAVE_SECONDS
+from engine.config.steps import STEPS
 
 # What a listing says of a run whose run.json says running, and whose supervisor is gone.
 LOST = "lost"

@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.config.layout import StepName
 from engine.config.loading import get_value
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME, StepName
 
 Assignments = dict[str, Any]
 Fix = Callable[[RunConfig, StepName], Assignments]
 
-# The roles whose layout a step trains with.
-ROLES: Mapping[StepName, tuple[str, ...]] = {
-    "sft": ("actor",),
-    "reward": ("critic",),
-    "ppo": ("actor", "critic"),
-    "dpo": ("actor",),
-}
-LEARNING_RATES: Mapping[StepName, tuple[str, ...]] = {
-    "sft": ("sft.learning_rate",),
-    "reward": ("reward.learning_rate",),
-    "ppo": ("actor.learning_rate", "critic.learning_rate"),
-    "dpo": ("dpo.learning_rate",),
-}
 SLOWER = 0.1
 
 
@@ -39,7 +26,7 @@ def _less_memory(config: RunConfig, step: StepName) -> Assignments:
             prompts = config.ppo.generation_batch_size or config.ppo.rollout_batch_size // ranks
             smaller["ppo.generation_batch_size"] = _half(prompts)
         return smaller
-    roles = {name: getattr(config, name) for name in ROLES[step]}
+    roles = {name: getattr(config, name) for name in BY_NAME[step].roles}
     if not all(role.gradient_checkpointing for role in roles.values()):
         return {f"{name}.gradient_checkpointing": True for name in roles}
     if ranks > 1 and not all(role.zero_stage == 3 for role in roles.values()):
@@ -53,7 +40,7 @@ def _half(rows: int) -> int:
 
 
 def _less_host_memory(config: RunConfig, step: StepName) -> Assignments:
-    offloading = [name for name in ROLES[step] if getattr(config, name).offload]
+    offloading = [name for name in BY_NAME[step].roles if getattr(config, name).offload]
     if offloading:
         return {f"{name}.offload": False for name in offloading}
     return _less_memory(config, step)
@@ -64,7 +51,7 @@ def _free_port(config: RunConfig, step: StepName) -> Assignments:
 
 
 def _nothing_to_build(config: RunConfig, step: StepName) -> Assignments:
-    return {f"{name}.offload": False for name in ROLES[step]}
+    return {f"{name}.offload": False for name in BY_NAME[step].roles}
 
 
 def _number_format_of_every_device(config: RunConfig, step: StepName) -> Assignments:
@@ -72,7 +59,8 @@ def _number_format_of_every_device(config: RunConfig, step: StepName) -> Assignm
 
 
 def _slower(config: RunConfig, step: StepName) -> Assignments:
-    return {key: float(f"{SLOWER * get_value(config, key):.3g}") for key in LEARNING_RATES[step]}
+    keys = BY_NAME[step].learning_rates
+    return {key: float(f"{SLOWER * get_value(config, key):.3g}") for key in keys}
 
 
 def _fewer_checkpoints(config: RunConfig, step: StepName) -> Assignments:

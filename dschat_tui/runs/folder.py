@@ -9,15 +9,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from engine.config import layout
-from engine.config.layout import StepName
-from engine.config.schema import RunConfig
+from engine.config.steps import STEPS, Step
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
 # of a run alone: it waits at a gate between two steps
@@ -25,35 +23,6 @@ PAUSED = "paused"
 
 # psutil derives start times from the boot time, which shifts a little when the clock is corrected
 START_TIME_TOLERANCE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One of the steps: its number, its name in logs and configuration, its title."""
-
-    number: int
-    name: StepName
-    title: str
-
-    @property
-    def folder(self) -> str:
-        """Name of its folder inside the run's."""
-        return layout.STEP_FOLDERS[self.name]
-
-
-TITLES: dict[StepName, str] = {
-    "sft": "SFT",
-    "reward": "reward model",
-    "ppo": "RLHF (PPO)",
-    "dpo": "DPO",
-}
-# all there are; a run takes those of its pipeline
-STEPS = tuple(Step(number, name, TITLES[name]) for name, number in layout.STEP_NUMBERS.items())
-
-
-def steps_of(config: RunConfig) -> list[Step]:
-    """The steps that a configuration leads through."""
-    return [step for step in STEPS if step.name in layout.PIPELINES[config.alignment]]
 
 
 def process_identity(pid: int) -> dict[str, Any] | None:
@@ -102,7 +71,7 @@ class RunFolder:
 
     def model_folders(self, step: Step, ema: bool) -> list[Path]:
         """The model folders that a step must leave behind, complete, to be done."""
-        return [self.step_folder(step) / name for name in layout.model_folders(step.name, ema)]
+        return [self.step_folder(step) / name for name in step.model_folders(ema)]
 
     def checkpoints(self, step: Step) -> list[dict[str, Any]]:
         """The manifests of a step's whole checkpoints, oldest first."""

@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_tui.runs.folder import DONE, STEPS
+from dschat_tui.runs.folder import DONE
 from dschat_tui.runs.results import Record
-from engine.config.layout import StepName
 from engine.config.loading import get_value
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS, StepName
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,11 @@ from typing import Any
 from dschat_tui import tables
 from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
-from dschat_tui.runs.folder import FAILED, STEPS, RunFolder
+from dschat_tui.runs.folder import FAILED, RunFolder
 from dschat_tui.runs.results import was_evaluated
 from engine.config.loading import ConfigError, read_yaml
+from engine.config.steps import STEPS
 
-# the final metric that a list has room for, by step, and what it is called there
-FINAL = {
-    "sft": ("perplexity", "ppl_after"),
-    "reward": ("accuracy", "accuracy"),
-    "ppo": ("reward", "reward_last"),
-    "dpo": ("accuracy", "accuracy"),
-}
 ABSENT = "-"
 
 
@@ -70,7 +64,7 @@ def _result(state: Mapping[str, Any]) -> str:
     parts = [f"waits: {gates.told(record)}" for record in gates.waiting(dict(state))]
     for step in STEPS:
         record = state["steps"].get(step.name, {})
-        title, metric = FINAL[step.name]
+        title, metric = step.headline
         metrics = record.get("metrics", {})
         if metrics.get(metric) is not None:
             parts.append(f"{title} {_short(metrics[metric])}")

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from dschat_tui.runs.folder import RunFolder, Step
+from dschat_tui.runs.folder import RunFolder
 from engine.config.schema import RunConfig
+from engine.config.steps import Step
 
 NO_HOSTFILE = "/dev/null"
 

@@ -16,22 +16,12 @@ from typing import Any
 
 from dschat_tui import memory_plan
 from dschat_tui.runs import hosts, launch
-from dschat_tui.runs.folder import (
-    DONE,
-    PENDING,
-    RUNNING,
-    STEPS,
-    RunFolder,
-    Step,
-    is_alive,
-    steps_of,
-)
-from engine.config import layout
+from dschat_tui.runs.folder import DONE, PENDING, RUNNING, RunFolder, is_alive
 from engine.config.deepspeed import Role
-from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
-from engine.config.schema import DataSource, RunConfig
+from engine.config.schema import ALL_STEPS, DataSource, RunConfig
+from engine.config.steps import BY_NAME, STEPS, Step, StepName, pipeline
 from engine.data import checks, files
 from engine.models import catalogue, embedded, folders
 from engine.planning import KNOWN_FAMILIES, ModelShape
@@ -110,9 +100,13 @@ def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) 
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
     """The steps asked for, in order; without a wish all that no finished model stands in for."""
     if numbers is not None:
-        return [step for step in steps_of(config) if step.number in numbers]
-    replaced = {"sft": config.models.sft, "reward": config.models.trained_reward}
-    return [step for step in steps_of(config) if replaced.get(step.name) is None]
+        return [step for step in pipeline(config.alignment) if step.number in numbers]
+    return [step for step in pipeline(config.alignment) if _replacement(config, step) is None]
+
+
+def _replacement(config: RunConfig, step: Step) -> str | None:
+    """The finished model that stands in for a step."""
+    return None if step.replaced_by is None else get_value(config, step.replaced_by)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -125,7 +119,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     models.sft = models.sft and _absolute_model(models.sft)
     models.trained_reward = models.trained_reward and _absolute_model(models.trained_reward)
     _make_absolute(_all_sources(copy))
-    for step in STEP_FOLDERS:
+    for step in ALL_STEPS:
         data = getattr(copy, step).overrides.get("data", {})
         for key in ("sources", "sft_only_sources", "unsupervised_sources"):
             if key in data:
@@ -267,7 +261,7 @@ def _steps_done(run: RunFolder, state: dict[str, Any] | None, config: RunConfig)
     records = (state or {}).get("steps", {})
     return {
         step.number
-        for step in steps_of(config)
+        for step in pipeline(config.alignment)
         if records.get(step.name, {}).get("state") == DONE
         and all(folders.is_complete_model(f) for f in run.model_folders(step, config.ema.enabled))
     }
@@ -337,7 +331,7 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _check_disk(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
-    models = sum(len(layout.model_folders(step.name, config.ema.enabled)) for step in steps)
+    models = sum(len(step.model_folders(config.ema.enabled)) for step in steps)
     needed = LEAST_FREE_BYTES + models * _weight_bytes(_model_folder(config.models.actor))
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -466,34 +460,25 @@ def _check_base_model(key: str, name: str) -> list[str]:
 
 def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[str]:
     """Each step finds what it starts from: made earlier in this run, or given as finished."""
-    models = config.models
-    reasons = []
-    available = set(done)
-    available |= {1} if models.sft else set()
-    available |= {2} if models.trained_reward else set()
     if not steps:
         return ["no step is left to run. Name some with --steps"]
-    for name, key in (("sft", "models.sft"), ("reward", "models.trained_reward")):
-        for step in steps:
-            if step.name == name and getattr(models, key.split(".")[1]):
-                reasons.append(
-                    f"--steps asks for step {step.number}, which {key} stands in for. Leave out "
-                    "one of them"
-                )
-    needed: dict[StepName, set[int]] = {
-        "sft": set(),
-        "reward": {1} if models.reward == "sft" else set(),
-        "ppo": {1, 2},
-        "dpo": {1},
-    }
+    reasons = [
+        f"--steps asks for step {step.number}, which {step.replaced_by} stands in for. Leave out "
+        "one of them"
+        for step in steps
+        if _replacement(config, step)
+    ]
+    available = done | {step.number for step in STEPS if _replacement(config, step)}
     for step in steps:
-        for missing in sorted(needed[step.name] - available):
-            key = "models.sft" if missing == 1 else "models.trained_reward"
-            why = " (models.reward=sft)" if step.name == "reward" else ""
-            reasons.append(
-                f"step {step.number}{why} starts from the model of step {missing}, which is not "
-                f"there. Add {missing} to --steps, or set {key}=FOLDER"
-            )
+        from_sft = step.name != "reward" or config.models.reward == "sft"
+        for needed in (BY_NAME[name] for name in step.needs if from_sft):
+            if needed.number not in available:
+                why = " (models.reward=sft)" if step.name == "reward" else ""
+                reasons.append(
+                    f"step {step.number}{why} starts from the model of step {needed.number}, which "
+                    f"is not there. Add {needed.number} to --steps, or set "
+                    f"{needed.replaced_by}=FOLDER"
+                )
         available.add(step.number)
     return reasons
 

@@ -10,7 +10,7 @@ from typing import Any
 from dschat_tui.runs import gates, preflight
 from dschat_tui.runs.control import has_supervisor
 from dschat_tui.runs.fixes import Assignments, fix_for
-from dschat_tui.runs.folder import DONE, FAILED, PENDING, STEPS, RunFolder, Step, new_step_state
+from dschat_tui.runs.folder import DONE, FAILED, PENDING, RunFolder, new_step_state
 from dschat_tui.runs.preflight import Refusal, changed_keys
 from dschat_tui.runs.processes import end_leftovers
 from dschat_tui.runs.supervisor import GRACE_SECONDS
@@ -25,6 +25,7 @@ from engine.config.loading import (
     to_yaml,
 )
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS, Step
 from engine.models.folders import is_complete_model
 
 

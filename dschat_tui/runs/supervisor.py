@@ -30,10 +30,8 @@ from dschat_tui.runs.folder import (
     PAUSED,
     PENDING,
     RUNNING,
-    STEPS,
     STOPPED,
     RunFolder,
-    Step,
     process_identity,
 )
 from dschat_tui.runs.guard import start_guard
@@ -41,6 +39,7 @@ from dschat_tui.runs.processes import RUN_MARK
 from dschat_tui.runs.results import final_metrics
 from engine.config.loading import load_config
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS, Step
 from engine.models.folders import is_complete_model
 
 GRACE_SECONDS = 15.0

@@ -20,31 +20,15 @@ from dschat_tui import hangup, tables
 from dschat_tui.logs.follow import Follower
 from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import (
-    DONE,
-    FAILED,
-    PAUSED,
-    RUNNING,
-    STEPS,
-    STOPPED,
-    RunFolder,
-    RunIsHeld,
-    Step,
-)
+from dschat_tui.runs.folder import DONE, FAILED, PAUSED, RUNNING, STOPPED, RunFolder, RunIsHeld
 from dschat_tui.runs.results import duration
 from engine import training_log
+from engine.config.steps import STEPS, Step
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EXIT_CODES = {DONE: 0, FAILED: 1, PAUSED: 1, STOPPED: 130}
-SHOWN_METRICS = {
-    "sft": ("loss",),
-    "reward": ("loss", "accuracy", "margin"),
-    "ppo": ("reward", "kl", "actor_loss", "critic_loss"),
-    "dpo": ("loss", "accuracy", "margin"),
-}
-TALKING = ("sft", "ppo", "dpo")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DETACHED = "detached"
 QUESTION = "[d]etach and leave it running, [s]top it (saves a checkpoint), or [c]ontinue watching? "
@@ -109,7 +93,7 @@ class StepProgress:
             parts.append(tables.plain(self.phase) + percent)
         if self.done:
             parts.append(f"{self.done}/{self.total}" if self.total else f"step {self.done}")
-        for name in SHOWN_METRICS[self.step.name]:
+        for name in self.step.live_metrics:
             value = self.metrics.get(name)
             if value is not None:
                 parts.append(
@@ -270,7 +254,10 @@ def tell_detached(run: RunFolder) -> None:
 
 def can_talk(state: dict[str, Any]) -> bool:
     """Whether a step is done whose model can be talked with."""
-    return any(state.get("steps", {}).get(s, {}).get("state") == DONE for s in TALKING)
+    records = state.get("steps", {})
+    return any(
+        records.get(step.name, {}).get("state") == DONE for step in STEPS if step.chat_models
+    )
 
 
 def _ask(watched: Watch) -> str:

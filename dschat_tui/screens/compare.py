@@ -15,13 +15,11 @@ from dschat_tui.logs.feed import Feed, History, News, Problem
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.quantities import QUANTITIES, title
 from dschat_tui.logs.series import Series
-from dschat_tui.logs.source import STEP_FOLDERS, find_source
+from dschat_tui.logs.source import find_source
 from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.charts import ChartKeys
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS
 from dschat_tui.screens.run import (
-    STEP_NUMBERS,
-    STEP_TITLES,
     TICK_SECONDS,
     Panel,
 )
@@ -30,6 +28,7 @@ from dschat_tui.widgets.chart import BRAILLE, SIGNS, Named, View, moved
 from dschat_tui.widgets.lines import LineList, Nothing
 from dschat_tui.widgets.rows import SERIES_STYLES, Row
 from dschat_tui.widgets.text import clean
+from engine.config.steps import BY_NAME, STEPS
 
 LETTERS = "ABCDEF"
 EMPTY = Series()
@@ -89,7 +88,7 @@ class CompareScreen(ChartKeys, DashboardScreen):
         logs = [find_source(path).logs for path in paths]
         self.feeds = [Feed(of_run) for of_run in logs]
         # a run with PPO and one with DPO have the first step in common
-        self.steps = [step for step in STEP_FOLDERS if any(step in of_run for of_run in logs)]
+        self.steps = [step.name for step in STEPS if any(step.name in of_run for of_run in logs)]
         self._log_counts = [len(of_run) for of_run in logs]
         self.models: list[dict[str, LogModel]] = [{} for _ in paths]
         self.problem = ""
@@ -215,7 +214,7 @@ class CompareScreen(ChartKeys, DashboardScreen):
     def _steps_row(self, page: int, count: int) -> Row:
         row: Row = []
         for step in self.steps:
-            name = f"{STEP_NUMBERS[step]} {STEP_TITLES[step]}"
+            name = f"{BY_NAME[step].number} {BY_NAME[step].short_title}"
             is_shown = step == self.step
             row.append((f"[{name}]" if is_shown else f" {name} ", "chosen" if is_shown else "text"))
         pages = -(-count // PANEL_COUNT)

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 
 from dschat_tui.widgets.rows import Row, fit
 from dschat_tui.widgets.text import Glyphs
+from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
     from dschat_tui.memory_plan import Report
@@ -36,12 +37,11 @@ PARTS = (
     Part("P", "process", "muted"),
     Part("H", "heap", "muted"),
 )
-STEP_LABELS = {"sft": "1 SFT", "reward": "2 reward", "dpo": "2 DPO", "ppo": "3 RLHF"}
 # whatever else a model holds beside these are gradients, moments and buffers of its optimizer
 _WEIGHTS = ("weights", "gathered", "partition", "copy", "average")
 _OPTIMIZER = ("master", "Adam", "gradient", "reduction", "way back")
 _SHORTEST_BAR = 10
-_LABEL_WIDTH = 14
+_LABEL_WIDTH = 20
 
 
 def part_of(item: Item) -> str:
@@ -132,7 +132,7 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
     numbers: list[Row] = []
     plan = report.plan
     for step in plan.steps:
-        label = STEP_LABELS.get(step.step, step.step)
+        label = f"{BY_NAME[step.step].number} {BY_NAME[step.step].short_title}"
         # on a CPU all is host memory, that of all ranks of a node together
         places = [(True, report.memory_bytes)] if plan.device == "cpu" else []
         if plan.device == "cuda":

@@ -39,6 +39,7 @@ from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.split import split_rows
 from dschat_tui.widgets.stepper import StepView, stepper_row
 from dschat_tui.widgets.text import clean
+from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
     from textual.widgets import Input
@@ -56,8 +57,6 @@ FEWEST_STEPS_SHOWN = 8
 # after so many, a log that has not told a quantity will not tell it
 STEPS_TO_JUDGE = 20
 TABS = ("charts", "health", "answers", "log", "events", "system")
-STEP_TITLES = {"sft": "SFT", "reward": "reward model", "ppo": "RLHF", "dpo": "DPO"}
-STEP_NUMBERS = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 2}
 
 
 class Panel(Chart):
@@ -382,8 +381,8 @@ class RunScreen(ChartKeys, ResumingScreen):
             remaining = pace * (status.total - status.done)
         percent = "" if status.percent is None else f" {status.percent} %"
         return StepView(
-            number=STEP_NUMBERS.get(step, 0),
-            title=STEP_TITLES.get(step, step),
+            number=BY_NAME[step].number,
+            title=BY_NAME[step].short_title,
             state=state,
             seconds=seconds,
             done=status.done,

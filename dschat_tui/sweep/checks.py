@@ -83,7 +83,7 @@ def shortages(config: RunConfig, steps: Sequence[int]) -> list[str]:
         on_host = on_device
     found = []
     for step in plan.steps:
-        number = layout.STEP_NUMBERS[step.step]
+        number = layout.BY_NAME[step.step].number
         if number not in steps:
             continue
         if plan.device == "cuda" and step.device_bytes > on_device:

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from dschat_tui import memory_plan
-from engine.config.layout import STEP_FOLDERS, StepName
 from engine.config.loading import (
     ConfigError,
     apply_overrides,
@@ -26,6 +25,7 @@ from engine.config.loading import (
     set_value,
 )
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME, STEPS, StepName
 
 Values = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Preparation:
     def models(self, output: Path) -> Values:
         """The options that hand its models on, for the folder of the sweep."""
         made = [FINISHED[step] for step in self.steps]
-        return {key: str(output / self.name / STEP_FOLDERS[step] / "model") for step, key in made}
+        return {key: str(output / self.name / BY_NAME[step].folder / "model") for step, key in made}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def make(
         # it has no part in steps 1 and 2, and its rules none in their matrix
         changes["hybrid_engine.enabled"] = False
     if max_steps is not None:
-        changes |= {f"{step}.max_steps": max_steps for step in STEP_FOLDERS}
+        changes |= {f"{step.name}.max_steps": max_steps for step in STEPS}
     values = apply_overrides(values, written(changes))
     config = resolve(values, f"profile {profile}")
     axes = tuple(axes) or default_axes(steps)

@@ -14,16 +14,7 @@ from typing import Any, Protocol
 from dschat_tui import tables
 from dschat_tui.runs import control, launch, preflight, supervisor
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import (
-    DONE,
-    FAILED,
-    PENDING,
-    RUNNING,
-    STOPPED,
-    RunFolder,
-    RunIsHeld,
-    Step,
-)
+from dschat_tui.runs.folder import DONE, FAILED, PENDING, RUNNING, STOPPED, RunFolder, RunIsHeld
 from dschat_tui.runs.processes import end_leftovers
 from dschat_tui.runs.watch import Watch
 from dschat_tui.sweep import report
@@ -50,6 +41,7 @@ from dschat_tui.sweep.state import (
 )
 from engine.config.loading import resolve, to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import Step
 from engine.models.folders import is_complete_model
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

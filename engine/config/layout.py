@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-StepName = Literal["sft", "reward", "ppo", "dpo"]
+from engine.config.steps import BY_NAME, StepName
 
-STEP_FOLDERS: dict[StepName, str] = {
-    "sft": "step1-sft",
-    "reward": "step2-reward",
-    "ppo": "step3-rlhf",
-    "dpo": "step2-dpo",
-}
-
-STEP_NUMBERS: dict[StepName, int] = {"sft": 1, "reward": 2, "ppo": 3, "dpo": 2}
-
-# The steps of a run, by its `alignment`.
-PIPELINES: dict[str, tuple[StepName, ...]] = {
-    "ppo": ("sft", "reward", "ppo"),
-    "dpo": ("sft", "dpo"),
-}
-
-
-def model_folders(step: StepName, ema: bool) -> list[str]:
-    """The model folders, inside the step's own, that a finished step leaves."""
-    if step != "ppo":
-        return ["model"]
-    return ["actor", "critic", "actor_ema"] if ema else ["actor", "critic"]
-
+if TYPE_CHECKING:
+    from engine.config.schema import RunConfig
 
 # A file of this name in a run's folder asks its running step to save a checkpoint and end.
 STOP_REQUEST = "stop-request"
@@ -55,3 +35,9 @@ def whole_checkpoints(step_folder: Path) -> list[tuple[Path, dict[str, Any]]]:
         if isinstance(manifest, dict) and isinstance(manifest.get("step"), int):
             found.append((file.parent, manifest))
     return sorted(found, key=lambda item: int(item[1]["step"]))
+
+
+def model_source(config: RunConfig, run: Path, name: StepName) -> str:
+    """The model that step 1 or 2 made, or the finished one given in its place."""
+    finished = {"sft": config.models.sft, "reward": config.models.trained_reward}.get(name)
+    return finished or str(run / BY_NAME[name].folder / "model")

@@ -16,8 +16,8 @@ import platformdirs
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.config.layout import STEP_FOLDERS, StepName
-from engine.config.schema import Group, RunConfig, merged
+from engine.config.schema import ALL_STEPS, Group, RunConfig, merged
+from engine.config.steps import StepName
 
 
 class ConfigError(ValueError):
@@ -226,7 +226,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
             nested = target[parent] = {}
         target = nested
     target[leaf] = value
-    for step in STEP_FOLDERS:
+    for step in ALL_STEPS:
         options_of_step = values.get(step)
         if isinstance(options_of_step, dict):
             drop_override(options_of_step.get("overrides"), key)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config.layout import PIPELINES
 from engine.config.schema import RoleConfig, RunConfig, StepConfig
+from engine.config.steps import PIPELINES
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.steps import STEPS, StepName
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -30,7 +30,7 @@ ZeroStage = Annotated[int, Field(ge=0, le=3)]
 
 # The tabs of the form.
 Group = Literal["memory", "speed", "LoRA", "stability", "data", "logging"]
-ALL_STEPS: tuple[StepName, ...] = tuple(STEP_FOLDERS)
+ALL_STEPS: tuple[StepName, ...] = tuple(step.name for step in STEPS)
 
 
 def option(
@@ -730,7 +730,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _overrides_are_valid(self) -> RunConfig:
-        for step in STEP_FOLDERS:
+        for step in ALL_STEPS:
             try:
                 self.for_step(step)
             except ValidationError as error:
@@ -745,6 +745,6 @@ class RunConfig(Section):
         if not overrides:
             return self
         values = merged(self.model_dump(), overrides)
-        for name in STEP_FOLDERS:
+        for name in ALL_STEPS:
             values[name] = {**values[name], "overrides": {}}
         return RunConfig.model_validate(values)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.config.layout import PIPELINES
 from engine.config.loading import drop_override
 from engine.config.rules import check
 from engine.config.schema import RunConfig
+from engine.config.steps import PIPELINES
 from engine.planning.memory import Device, Plan, plan_memory
 from engine.planning.shapes import ModelShape
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.config.layout import StepName
 from engine.config.schema import PretrainingStyleStep, RoleConfig, RunConfig, StepConfig
+from engine.config.steps import StepName
 from engine.planning.activations import (
     freed_bytes_per_token,
     logits_scoring_bytes,

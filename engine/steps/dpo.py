@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from engine.steps.arguments import parse_arguments
+from engine.steps.entry import run_step
 
 
-def main() -> None:
-    """Train the actor on pairs and save it."""
-    config, run = parse_arguments("Step 2, direct preference optimisation of the actor")
-    from engine.distributed import process_group
-    from engine.trainers.context import StepContext
+def _trainer() -> type:
     from engine.trainers.dpo import DPOTrainer
 
-    with process_group():
-        trainer = DPOTrainer(StepContext.create(config, run, "dpo"))
-        if trainer.train():
-            trainer.save()
+    return DPOTrainer
 
 
 if __name__ == "__main__":
-    main()
+    run_step("dpo", _trainer)

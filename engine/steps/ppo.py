@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from engine.steps.arguments import parse_arguments
+from engine.steps.entry import run_step
 
 
-def main() -> None:
-    """Train the actor on the reward and save actor and critic."""
-    config, run = parse_arguments("Step 3, PPO on the reward")
-    from engine.distributed import process_group
-    from engine.trainers.context import StepContext
+def _trainer() -> type:
     from engine.trainers.ppo import PPOTrainer
 
-    with process_group():
-        trainer = PPOTrainer(StepContext.create(config, run, "ppo"))
-        if trainer.train():
-            trainer.save()
+    return PPOTrainer
 
 
 if __name__ == "__main__":
-    main()
+    run_step("ppo", _trainer)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from engine.steps.arguments import parse_arguments
+from engine.steps.entry import run_step
 
 
-def main() -> None:
-    """Train the reward model on pairs and save it."""
-    config, run = parse_arguments("Step 2, the reward model")
-    from engine.distributed import process_group
-    from engine.trainers.context import StepContext
+def _trainer() -> type:
     from engine.trainers.reward import RewardTrainer
 
-    with process_group():
-        trainer = RewardTrainer(StepContext.create(config, run, "reward"))
-        if trainer.train():
-            trainer.save()
+    return RewardTrainer
 
 
 if __name__ == "__main__":
-    main()
+    run_step("reward", _trainer)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from engine.steps.arguments import parse_arguments
+from engine.steps.entry import run_step
 
 
-def main() -> None:
-    """Train the base model on dialogues and save it."""
-    config, run = parse_arguments("Step 1, supervised fine-tuning")
-    from engine.distributed import process_group
-    from engine.trainers.context import StepContext
+def _trainer() -> type:
     from engine.trainers.sft import SFTTrainer
 
-    with process_group():
-        trainer = SFTTrainer(StepContext.create(config, run, "sft"))
-        if trainer.train():
-            trainer.save()
+    return SFTTrainer
 
 
 if __name__ == "__main__":
-    main()
+    run_step("sft", _trainer)

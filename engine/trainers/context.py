@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine.checkpoint import Checkpoints
-from engine.config.layout import STEP_FOLDERS, StepName
+from engine.config.layout import model_source
 from engine.config.schema import RunConfig, StepConfig
+from engine.config.steps import BY_NAME, StepName
 from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
 from engine.data.schemas import Phase
@@ -63,7 +64,7 @@ class StepContext:
     def create(cls, config: RunConfig, run: Path, step: StepName) -> StepContext:
         """Prepare a step: its own view of the configuration, its folder, seeds and report."""
         config = config.for_step(step)
-        folder = run / STEP_FOLDERS[step]
+        folder = run / BY_NAME[step].folder
         folder.mkdir(parents=True, exist_ok=True)
         # Their bars share a line with text, and the log is for lines.
         disable_progress_bar()
@@ -77,7 +78,7 @@ class StepContext:
     @property
     def folder(self) -> Path:
         """The step's own folder."""
-        return self.run / STEP_FOLDERS[self.step]
+        return self.run / BY_NAME[self.step].folder
 
     @staticmethod
     def _events_folder(config: RunConfig, folder: Path) -> Path:
@@ -161,12 +162,11 @@ class StepContext:
 
     def sft_model(self) -> str:
         """The model that step 1 made, or the finished one given in its place."""
-        return self.config.models.sft or str(self.run / STEP_FOLDERS["sft"] / "model")
+        return model_source(self.config, self.run, "sft")
 
     def trained_reward_model(self) -> str:
         """The model that step 2 made, or the finished one given in its place."""
-        made = self.run / STEP_FOLDERS["reward"] / "model"
-        return self.config.models.trained_reward or str(made)
+        return model_source(self.config, self.run, "reward")
 
 
 def length_of_training(options: StepConfig, batches: GlobalBatches, batch_size: int) -> int:

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 # What fake steps find defined: their folder, and how to leave a complete model or a pid behind.
 PRELUDE = """

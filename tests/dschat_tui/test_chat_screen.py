@@ -18,13 +18,14 @@ from textual.widgets import Input
 from dschat_tui.app import Dashboard, screen_text
 from dschat_tui.chat.child import Child, chat_command
 from dschat_tui.logs.source import find_source
-from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.screens.chat import ChatScreen
 from dschat_tui.screens.run import RunScreen
 from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.screens.transcript import Transcript
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 FAKE = """
 import json, os, signal, sys, time

@@ -14,7 +14,7 @@ from dschat_tui.logs.parse import LogParser
 from dschat_tui.logs.quantities import QUANTITIES
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import fixes, launch
-from dschat_tui.runs.folder import STEPS, RunFolder, steps_of
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal, prepare
 from dschat_tui.runs.results import final_metrics
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS
@@ -22,6 +22,7 @@ from engine import training_log
 from engine.config.loading import resolve, to_yaml
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS, pipeline
 from engine.planning import ModelShape, plan_memory
 
 SFT, _, _, DPO = STEPS
@@ -80,7 +81,7 @@ def test_rules_look_at_the_steps_that_are_run():
 
 def test_run_json_knows_the_steps_and_their_results(tmp_path):
     run = RunFolder(tmp_path / "run")
-    state = run.create(to_yaml(dpo()), "test", steps_of(dpo()))
+    state = run.create(to_yaml(dpo()), "test", pipeline(dpo().alignment))
     assert list(state["steps"]) == ["sft", "dpo"]
     folder = run.step_folder(DPO)
     folder.mkdir()
@@ -114,10 +115,10 @@ def test_chat_opens_the_model_of_dpo(tmp_path):
 
 def test_the_dashboard_follows_the_logs_of_this_pipeline(tmp_path):
     run = RunFolder(tmp_path / "run")
-    run.create(to_yaml(dpo()), "test", steps_of(dpo()))
+    run.create(to_yaml(dpo()), "test", pipeline(dpo().alignment))
     assert list(find_source(run.path).logs) == ["sft", "dpo"]
     other = RunFolder(tmp_path / "other")
-    other.create(to_yaml(RunConfig()), "test", steps_of(RunConfig()))
+    other.create(to_yaml(RunConfig()), "test", pipeline(RunConfig().alignment))
     assert list(find_source(other.path).logs) == ["sft", "reward", "ppo"]
     log = run.step_folder(DPO) / "training.log"
     log.parent.mkdir()

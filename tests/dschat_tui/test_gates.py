@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import control, gates, resume, watch
-from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal
 from engine.config.loading import load_config, load_profile, to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 SFT, REWARD, PPO = STEPS[:3]
 

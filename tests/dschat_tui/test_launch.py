@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dschat_tui.runs import launch
-from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from engine.config.loading import resolve
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 
 def command(step_number: int = 1, **launch_options) -> list[str]:

@@ -13,7 +13,7 @@ from dschat_tui.logs.feed import Feed, History, Message, NewRows, News, Problem
 from dschat_tui.logs.lines import LogLines
 from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
-from dschat_tui.logs.source import ONE_LOG, STEP_FOLDERS, SourceError, find_source
+from dschat_tui.logs.source import ONE_LOG, SourceError, find_source
 from engine import training_log
 
 
@@ -210,7 +210,3 @@ def test_what_can_be_watched(tmp_path: Path) -> None:
         find_source(tmp_path / "nowhere")
     with pytest.raises(SourceError, match=r"run\.json"):
         find_source(tmp_path)
-
-
-def test_the_folders_of_the_steps_are_the_engines() -> None:
-    assert STEP_FOLDERS == training_log.STEP_FOLDERS

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import preflight
-from dschat_tui.runs.folder import DONE, STEPS, RunFolder, process_identity
+from dschat_tui.runs.folder import DONE, RunFolder, process_identity
 from dschat_tui.runs.preflight import Refusal, changed_keys, model_facts, prepare
 from engine.config.loading import load_config, load_profile, resolve, to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 
 def config(**values) -> RunConfig:

@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from dschat_tui.runs import control
-from dschat_tui.runs.folder import STEPS, RunFolder, Step
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.launch import free_port
 from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.watch import watch
-from engine.config.layout import PIPELINES
+from engine.config.steps import PIPELINES, STEPS, Step
 from engine.models.folders import is_complete_model
 
 pytestmark = [

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import control, fixes, resume, stopping
-from dschat_tui.runs.folder import STEPS, RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder, process_identity
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.processes import RUN_MARK, end_leftovers, leftovers
 from engine.config.loading import load_config, options, to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 from engine.failure_causes import EXCEPTIONS, LINES, RETURN_CODES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as on Linux")

@@ -20,7 +20,7 @@ from dschat_tui.keys import KEYS
 from dschat_tui.logs.series import Series
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import gates
-from dschat_tui.runs.folder import STEPS, RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder, process_identity
 from dschat_tui.runs.history import compare, differing_options, history
 from dschat_tui.screens.compare import CompareScreen
 from dschat_tui.screens.dialogs import Entry, Question
@@ -31,6 +31,7 @@ from dschat_tui.widgets.rows import row_text
 from engine import training_log as log
 from engine.config.loading import load_config, to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 SIZES = [(60, 16), (80, 24), (160, 50)]
 SFT = STEPS[0]

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import supervisor
-from dschat_tui.runs.folder import STEPS, RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder, process_identity
 from dschat_tui.sweep import runner, show
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
 from engine import training_log
+from engine.config.steps import STEPS
 
 OOM = {"id": "out_of_memory", "line": "MemoryError", "advice": "less"}
 MISSING = {"id": "missing_file", "line": "No such file: \x1b[31m/x", "advice": "check it"}

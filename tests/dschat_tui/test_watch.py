@@ -15,11 +15,12 @@ import time
 import pytest
 
 from dschat_tui.runs import control, results, watch
-from dschat_tui.runs.folder import STEPS, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import history
 from engine import training_log
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
+from engine.config.steps import STEPS
 
 SFT, REWARD, PPO = STEPS[:3]
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config.layout import STEP_FOLDERS, STOP_REQUEST, StepName
+from engine.config.layout import STOP_REQUEST
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME, StepName
 from engine.trainers.context import StepContext
 from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
@@ -34,7 +35,7 @@ def train(config: RunConfig, folder: Path, step: StepName, stop_after: int | Non
 
 def records(folder: Path, step: StepName) -> list[dict[str, Any]]:
     """All records of a step's metrics.jsonl, without what depends on the clock."""
-    rows = (folder / STEP_FOLDERS[step] / "metrics.jsonl").read_text().splitlines()
+    rows = (folder / BY_NAME[step].folder / "metrics.jsonl").read_text().splitlines()
     return [
         {name: value for name, value in json.loads(row).items() if name not in TIMES}
         for row in rows

@@ -11,7 +11,7 @@ import resumed
 from resumed import records
 from small_run import configuration
 
-from engine.config.layout import STEP_FOLDERS
+from engine.config.steps import BY_NAME
 from engine.trainers.context import StepContext
 from engine.trainers.sft import SFTTrainer
 
@@ -28,8 +28,8 @@ def fresh(run, tmp_path):
 
     def make(name: str) -> Path:
         for step in ("sft", "reward"):
-            source = run / STEP_FOLDERS[step] / "model"
-            shutil.copytree(source, tmp_path / name / STEP_FOLDERS[step] / "model")
+            source = run / BY_NAME[step].folder / "model"
+            shutil.copytree(source, tmp_path / name / BY_NAME[step].folder / "model")
         return tmp_path / name
 
     return make

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from engine import evaluation
-from engine.config import to_yaml
+from engine.config.loading import to_yaml
 from engine.data.phases import build_phase
 from engine.evaluation import evaluate
 from engine.models.embedded import build

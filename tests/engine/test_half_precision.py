@@ -16,8 +16,8 @@ from matrix_run import options, small_model
 from torch import Tensor, nn
 
 from engine.config.deepspeed import deepspeed_config
-from engine.config.layout import STEP_FOLDERS
 from engine.config.schema import SftConfig
+from engine.config.steps import BY_NAME
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer
 from engine.trainers.engines import backward, engine_step, training_engine
@@ -213,7 +213,7 @@ def train(step: str, folder: Path, model: str, experience: Experience | None, *c
     if step != "ppo":
         start = held(trainer.engine)
         trainer.train()
-        lines = (folder / STEP_FOLDERS[step] / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / BY_NAME[step].folder / "metrics.jsonl").read_text().splitlines()
         norms = [row["gradient_norm"] for row in map(json.loads, lines) if "gradient_norm" in row]
         return Trained(norms, [held(trainer.engine) - start], None)
     engines = trainer.engine.actor, trainer.engine.critic

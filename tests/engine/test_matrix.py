@@ -16,8 +16,8 @@ from launched import launch
 from matrix_run import FAMILIES, Cell, cells, judge, options, run_cell, small_model, step_3, table
 from resumed import records
 
-from engine.config.layout import STEP_FOLDERS
 from engine.config.rules import check
+from engine.config.steps import BY_NAME
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
 from engine.models.reward import RewardModel
@@ -115,7 +115,7 @@ def test_steps_1_and_2_run_the_features_too(step, features, model, group, tmp_pa
     trainer = trainer_type(StepContext.create(config, tmp_path, step))
     assert trainer.train()
     trainer.save()
-    folder = tmp_path / STEP_FOLDERS[step]
+    folder = tmp_path / BY_NAME[step].folder
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(isinstance(row["loss"], float) for row in rows)
     assert is_complete_model(folder / "model")
