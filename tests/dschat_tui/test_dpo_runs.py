@@ -34,7 +34,8 @@ def dpo(**values) -> RunConfig:
 
 def write_model(folder: Path, architecture: str = "LlamaForCausalLM") -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    content = {"architectures": [architecture], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(content))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
