@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from engine import training_log as log
+from engine.log import write
 
 WIDTH, HEIGHT = 160, 50
 LINES_A_SECOND = 50
@@ -41,7 +41,7 @@ def lines(random: random.Random) -> Iterator[str]:
         reward = 3 * progress + random.gauss(0, 0.4)
         generate = random.uniform(1.2, 1.6)
         train = random.uniform(0.9, 1.1)
-        yield from log.PPOStep(
+        yield from write.PPOStep(
             epoch=0,
             step=step,
             ppo_epoch=1,
@@ -76,10 +76,10 @@ def lines(random: random.Random) -> Iterator[str]:
             "tokens_per_s": random.uniform(7000, 9000),
             "total_steps": 300_000,
         }
-        yield log.metrics(step, values)
+        yield write.metrics(step, values)
         if step % 10 == 9:
             for rate in (9.65e-6, 5e-6):
-                yield log.optimizer_step(step + 1, 0, [rate], [(0.9, 0.95)])
+                yield write.optimizer_step(step + 1, 0, [rate], [(0.9, 0.95)])
         step += 1
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from engine import training_log as log
+from engine.log import documents, write
 
 
 def sft_lines(random: random.Random) -> Iterator[str]:
@@ -21,9 +21,9 @@ def sft_lines(random: random.Random) -> Iterator[str]:
     step = 0
     while True:
         latency = random.uniform(0.4, 0.8)
-        yield log.throughput(1.429, latency, 46 / latency, 16 / latency, 16, 512)
+        yield write.throughput(1.429, latency, 46 / latency, 16 / latency, 16, 512)
         if step % 10 == 9:
-            yield log.optimizer_step(step + 1, 0, [9.65e-6, 5e-4], [(0.9, 0.95)] * 2)
+            yield write.optimizer_step(step + 1, 0, [9.65e-6, 5e-4], [(0.9, 0.95)] * 2)
         step += 1
 
 
@@ -31,7 +31,7 @@ def ppo_lines(random: random.Random) -> Iterator[str]:
     """The block of each step, the hybrid engine's timer, both optimizers each tenth step."""
     step = 0
     while True:
-        yield from log.PPOStep(
+        yield from write.PPOStep(
             epoch=0,
             step=step,
             ppo_epoch=1,
@@ -60,7 +60,7 @@ def ppo_lines(random: random.Random) -> Iterator[str]:
         )
         if step % 10 == 9:
             for rate in (9.65e-6, 5e-6):
-                yield log.optimizer_step(step + 1, 3, [rate, rate], [(0.9, 0.95)] * 2)
+                yield write.optimizer_step(step + 1, 3, [rate, rate], [(0.9, 0.95)] * 2)
         step += 1
 
 
@@ -73,7 +73,7 @@ def own_ppo_lines(random: random.Random) -> Iterator[str]:
     )  # fmt: skip
     for step, line in enumerate(ppo_lines(random)):
         if line.startswith("|"):
-            yield log.metrics(step, {name: random.random() for name in names})
+            yield write.metrics(step, {name: random.random() for name in names})
         else:
             yield line
 
@@ -84,7 +84,7 @@ def measure(name: str, lines: Callable[[random.Random], Iterator[str]], count: i
         path = Path(folder) / "training.log"
         path.write_text("\n".join(islice(lines(random.Random(0)), count)) + "\n")
         start = time.perf_counter()
-        document = log.read_document(path)
+        document = documents.read_document(path)
         seconds = time.perf_counter() - start
     print(
         f"{name:8} {count:,} lines in {seconds:.2f} s: {count / seconds:,.0f} lines/s, "

@@ -18,19 +18,19 @@ def metrics(
     json_output: JsonFlag = False,
 ) -> None:
     """Read what a run, or a training.log, says."""
-    from engine import training_log
+    from engine.log import documents
 
     log = path / "training.log" if (path / "training.log").is_file() else path
     if log.is_file():
-        document = training_log.read_document(log)
+        document = documents.read_document(log)
     elif path.is_dir():
-        document = training_log.read_run(path)
+        document = documents.read_run(path)
         if not document["steps"]:
             refuse(f"{path} holds no training.log of a step. Give the folder of a run, or a log")
     else:
         refuse(f"{path} does not exist. Give the folder of a run, or a training.log")
     if json_output:
-        typer.echo(training_log.to_json(document))
+        typer.echo(documents.to_json(document))
         return
     from dschat_tui import tables
 
@@ -90,11 +90,11 @@ def evaluate_run(
     if not (path / "run.yaml").is_file():
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
     from dschat_tui import tables
-    from engine import training_log
+    from engine.log import documents
 
     document = _score_pairs(path, data) if data is not None else _evaluate(path)
     if json_output:
-        typer.echo(training_log.to_json(document, indent=2))
+        typer.echo(documents.to_json(document, indent=2))
         return
     typer.echo(tables.evaluation(document) if data is None else _pairs_table(document))
 

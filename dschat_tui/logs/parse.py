@@ -10,9 +10,10 @@ from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.points import Gatherer, NotFinite
 from dschat_tui.logs.quantities import NOT_MEASURED, title
 from dschat_tui.logs.records import LINES_PER_MARK, Event, Status, Update
-from engine import training_log
+from engine.log import write
+from engine.log.read import LogReader
 
-_TRAINING_BEGINS = training_log.running_training().removesuffix(" *****")
+_TRAINING_BEGINS = write.running_training().removesuffix(" *****")
 _OWN_KINDS = ("note", "phase", "metrics")
 _SPEEDS = ("latency_s", "tflops", "samples_per_s")
 _THROUGHPUT_NAMES = ("tokens_per_s", *_SPEEDS)
@@ -35,7 +36,7 @@ class LogParser:
         self._begin()
 
     def _begin(self) -> None:
-        self._reader = training_log.LogReader()
+        self._reader = LogReader()
         self._gatherer = Gatherer()
         self._cut_from: float | None = None
         self._events: list[Event] = []

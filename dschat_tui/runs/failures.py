@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine import training_log
-from engine.failure_causes import RETURN_CODES
+from engine.log.causes import RETURN_CODES
+from engine.log.read import LogReader
 
 LONGEST_LINE = 400
 
@@ -21,7 +21,7 @@ def find_cause(
         incomplete: names of model folders that lack parts.
         offset: where in the log this attempt at the step begins.
     """
-    reader = training_log.LogReader()
+    reader = LogReader()
     with log.open("rb") as file:
         file.seek(offset)
         for line in file:

@@ -22,8 +22,8 @@ from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
 from dschat_tui.runs.folder import DONE, FAILED, PAUSED, RUNNING, STOPPED, RunFolder, RunIsHeld
 from dschat_tui.runs.results import duration
-from engine import training_log
 from engine.config.steps import STEPS, Step
+from engine.log.read import LogReader
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +51,7 @@ class StepProgress:
 
     def __post_init__(self) -> None:
         self._log = Follower(self.folder / "training.log")
-        self._reader = training_log.LogReader()
+        self._reader = LogReader()
         self._first: tuple[float, int] | None = None
 
     def update(self) -> None:

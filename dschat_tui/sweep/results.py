@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from engine import training_log
+from engine.log import documents
 
 Record = dict[str, Any]
 
@@ -73,7 +73,7 @@ def measure(log: Path, step: str, ranks: int) -> Record:
     """
     if not log.is_file():
         return {}
-    records = training_log.read_document(log)["records"]
+    records = documents.read_document(log)["records"]
     metrics = [record for record in records if record["kind"] == "metrics"]
     rows = _ppo_rows(records, metrics) if step == "ppo" else _rows(records, metrics, ranks)
     if not rows:

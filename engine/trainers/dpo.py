@@ -7,11 +7,11 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import training_log
 from engine.algorithms.language_modeling import sequence_log_probs
 from engine.algorithms.preference import dpo_loss, implicit_rewards
 from engine.data.batches import LabelledPairCollator
 from engine.distributed import device
+from engine.log import write
 from engine.planning.flops import forward_flops, training_flops
 from engine.trainers.context import StepContext
 from engine.trainers.pairs import MeanScores, PairTrainer
@@ -66,7 +66,7 @@ class DPOTrainer(PairTrainer):
     ) -> None:
         """Write rewards and loss into the log, as the original does, and the accuracy."""
         report = self.context.report
-        report.line(training_log.evaluating("rewards", epoch, self.options.epochs))
-        report.line(training_log.dpo_scores(*scores, loss))
+        report.line(write.evaluating("rewards", epoch, self.options.epochs))
+        report.line(write.dpo_scores(*scores, loss))
         if step >= 0:
-            report.line(training_log.metrics(step, {"eval_accuracy": self.accuracy}))
+            report.line(write.metrics(step, {"eval_accuracy": self.accuracy}))

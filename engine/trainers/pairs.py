@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import training_log
 from engine.algorithms.averages import mean
 from engine.config.deepspeed import Role
 from engine.config.schema import PretrainingStyleStep, RoleConfig
 from engine.data.batches import GlobalBatches, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.log import write
 from engine.models.adapters import save_adapters
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
@@ -96,7 +96,7 @@ class PairTrainer(ABC):
         """
         options, report = self.options, self.context.report
         per_epoch = len(self.batches)
-        report.line(training_log.running_training())
+        report.line(write.running_training())
         resumed = self.checkpoints.resume() or {"step": 0, **self.state()}
         self.accuracy, self.epoch_losses = resumed["accuracy"], resumed["epoch_losses"]
         if resumed["step"] == 0:
@@ -104,13 +104,13 @@ class PairTrainer(ABC):
         for step in range(resumed["step"], self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
-                report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
+                report.line(write.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
                 self.epoch_losses = []
             self.epoch_losses.append(self.train_step(step, self.batches.epoch(epoch)[index]))
             last = index + 1 == per_epoch or step + 1 == self.total_steps
             if last:
                 loss = sum(self.epoch_losses) / len(self.epoch_losses)
-                report.line(training_log.epoch_loss(epoch + 1, options.epochs, loss))
+                report.line(write.epoch_loss(epoch + 1, options.epochs, loss))
             if last or (options.eval_interval and (step + 1) % options.eval_interval == 0):
                 self.evaluate(epoch + 1, step, in_epoch=not last)
             if self.checkpoints.after_step(step + 1, self.state, self.accuracy):
@@ -149,7 +149,7 @@ class PairTrainer(ABC):
         seconds = time.perf_counter() - started
         pairs = sum(len(cut) for cut in cuts)
         report.line(
-            training_log.throughput(
+            write.throughput(
                 self.parameters / 1e9,
                 seconds,
                 flops / seconds / 1e12,
@@ -230,9 +230,9 @@ class PairTrainer(ABC):
     def save(self) -> None:
         """Write the model as a complete Hugging Face folder."""
         report = self.context.report
-        report.line(training_log.saving_model())
+        report.line(write.saving_model())
         folder = self.context.folder / "model"
         save_model(self.engine.module, self.tokenizer, folder)
         if self.layout.lora.export:
             save_adapters(self.engine.module, self.source, self.context.folder / "adapters")
-        report.line(training_log.step_finished(str(folder)))
+        report.line(write.step_finished(str(folder)))

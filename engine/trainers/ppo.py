@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from engine import training_log
 from engine.algorithms.advantages import generalized_advantages
 from engine.algorithms.kl import AdaptiveKLController
 from engine.algorithms.language_modeling import causal_lm_loss
@@ -26,6 +25,7 @@ from engine.data.phases import unsupervised_rows
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.generation.hybrid import HybridEngine
 from engine.generation.sampling import Generation, Sampling
+from engine.log import write
 from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import (
@@ -162,13 +162,13 @@ class PPOTrainer:
         elif self.options.normalize_reward:
             self.normalization = self.measure_scores()
         optimizer_steps = self.total_steps * self.updates_a_step
-        report.line(training_log.running_training(optimizer_steps))
+        report.line(write.running_training(optimizer_steps))
         first = resumed["step"] if resumed else 0
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
                 report.line(
-                    training_log.beginning_of_epoch(
+                    write.beginning_of_epoch(
                         epoch + 1, self.options.epochs, per_epoch, generation=True
                     )
                 )
@@ -380,7 +380,7 @@ class PPOTrainer:
                 stats.actor_gradient_norm = engine_step(engine.actor)
                 stats.critic_gradient_norm = engine_step(engine.critic)
             if any(overflowed):
-                self.context.report.line(training_log.skipped_both(*overflowed))
+                self.context.report.line(write.skipped_both(*overflowed))
         else:
             stats.critic_gradient_norm = engine_step(engine.critic)
 
@@ -543,7 +543,7 @@ class PPOTrainer:
         moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
         times = {name: metrics[name] for name in ("e2e_s", "generate_s", "train_s")}
         losses = ("actor_loss", "critic_loss", "reward", "reward_ema")
-        return training_log.PPOStep(
+        return write.PPOStep(
             epoch=epoch,
             step=step,
             ppo_epoch=self.options.inner_epochs,
@@ -577,8 +577,8 @@ class PPOTrainer:
                 texts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         if printed:
             every_rank = self.context.report.every_rank
-            every_rank(training_log.prompts_printed(step, rank(), prompts))
-            every_rank(training_log.answers_printed(step, rank(), answers))
+            every_rank(write.prompts_printed(step, rank(), prompts))
+            every_rank(write.answers_printed(step, rank(), answers))
         if rank() != 0:
             return
         columns = {
@@ -598,7 +598,7 @@ class PPOTrainer:
     def save(self) -> None:
         """Write actor, critic and the actor's average as complete Hugging Face folders."""
         report, folder = self.context.report, self.context.folder
-        report.line(training_log.saving_model())
+        report.line(write.saving_model())
         save_model(self.engine.critic.module, self.tokenizer, folder / "critic")
         if self.engine.actor_ema:
             average = self.engine.actor_ema.values
@@ -610,7 +610,7 @@ class PPOTrainer:
         ):
             if getattr(self.context.config, name).lora.export:
                 save_adapters(module, base, folder / f"{name}_adapters")
-        report.line(training_log.step_finished(str(folder / "actor")))
+        report.line(write.step_finished(str(folder / "actor")))
 
 
 def _with_answers(

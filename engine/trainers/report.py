@@ -11,8 +11,8 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from engine import training_log
 from engine.distributed import rank
+from engine.log import write
 
 
 class Report:
@@ -35,30 +35,30 @@ class Report:
 
     def every_rank(self, line: str) -> None:
         """Write a line into the log from this rank, whichever it is."""
-        training_log.write_line(sys.stdout, line)
+        write.write_line(sys.stdout, line)
 
     def phase(self, name: str, percent: int | None = None) -> None:
         """Name what the step is busy with."""
-        self.line(training_log.phase(name, percent))
+        self.line(write.phase(name, percent))
 
     def note(self, text: str) -> None:
         """Tell something that a person should know."""
-        self.line(training_log.note(text))
+        self.line(write.note(text))
 
     def warning(self, text: str) -> None:
         """Tell something that a person should look after."""
-        self.line(training_log.warning(text))
+        self.line(write.warning(text))
 
     def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write the quantities of a step into the log and metrics.jsonl, with the same names."""
-        self.line(training_log.metrics(step, values))
+        self.line(write.metrics(step, values))
         self.record({"kind": "metrics", "step": step, **values})
 
     def optimizer(self, engine: DeepSpeedEngine) -> None:
         """Write an engine's steps, skipped steps and learning rates, in DeepSpeed's wording."""
         groups = engine.optimizer.param_groups
         self.line(
-            training_log.optimizer_step(
+            write.optimizer_step(
                 engine.global_steps,
                 engine.skipped_steps,
                 [group["lr"] for group in groups],
@@ -86,7 +86,7 @@ def append(file: Path, text: str) -> None:
     """Add whole lines to a file; on a full disk, wait for room."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        training_log.write_all(descriptor, text.encode())
+        write.write_all(descriptor, text.encode())
     finally:
         os.close(descriptor)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import training_log
 from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_loss_all_tokens
 from engine.data.batches import PairCollator
 from engine.distributed import device
+from engine.log import write
 from engine.models.load import resize_for
 from engine.models.reward import RewardModel
 from engine.planning.flops import training_flops
@@ -72,7 +72,7 @@ class RewardTrainer(PairTrainer):
         """Write scores and accuracy into the log, as the original does."""
         report = self.context.report
         if in_epoch:
-            report.line(training_log.reward_scores_at(step, *scores, self.accuracy))
+            report.line(write.reward_scores_at(step, *scores, self.accuracy))
             return
-        report.line(training_log.evaluating("reward", epoch, self.options.epochs))
-        report.line(training_log.reward_scores(*scores, self.accuracy))
+        report.line(write.evaluating("reward", epoch, self.options.epochs))
+        report.line(write.reward_scores(*scores, self.accuracy))

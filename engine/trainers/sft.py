@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from engine import training_log
 from engine.algorithms.averages import mean
 from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss, perplexity
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.log import write
 from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
@@ -60,7 +60,7 @@ class SFTTrainer:
         """
         options, report = self.context.config.sft, self.context.report
         per_epoch = len(self.batches)
-        report.line(training_log.running_training())
+        report.line(write.running_training())
         resumed = self.checkpoints.resume() or {"step": 0, "perplexity": None}
         self.perplexity = resumed["perplexity"]
         if resumed["step"] == 0:
@@ -68,7 +68,7 @@ class SFTTrainer:
         for step in range(resumed["step"], self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:
-                report.line(training_log.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
+                report.line(write.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
             self.train_step(step, epoch, self.batches.epoch(epoch)[index])
             between = options.eval_interval and (step + 1) % options.eval_interval == 0
             if between or index + 1 == per_epoch or step + 1 == self.total_steps:
@@ -119,9 +119,9 @@ class SFTTrainer:
         )
         if config.logging.print_loss:
             own_loss = float(loss_sum) / max(1, trained_tokens)
-            report.every_rank(training_log.step_loss(epoch, step, rank(), own_loss))
+            report.every_rank(write.step_loss(epoch, step, rank(), own_loss))
         report.line(
-            training_log.throughput(
+            write.throughput(
                 self.parameters / 1e9,
                 seconds,
                 flops / seconds / 1e12,
@@ -178,8 +178,8 @@ class SFTTrainer:
         self.engine.train()
         loss = mean(*sum_over_ranks(loss_sum, tokens))
         self.perplexity = perplexity(loss)
-        report.line(training_log.evaluating("perplexity", epoch, options.epochs))
-        report.line(training_log.perplexity(self.perplexity, loss))
+        report.line(write.evaluating("perplexity", epoch, options.epochs))
+        report.line(write.perplexity(self.perplexity, loss))
         report.record(
             {"kind": "eval", "step": step, "epoch": epoch, "ppl": self.perplexity, "loss": loss}
         )
@@ -187,9 +187,9 @@ class SFTTrainer:
     def save(self) -> None:
         """Write the model as a complete Hugging Face folder."""
         report = self.context.report
-        report.line(training_log.saving_model())
+        report.line(write.saving_model())
         folder = self.context.folder / "model"
         save_model(self.engine.module, self.tokenizer, folder)
         if self.context.config.actor.lora.export:
             save_adapters(self.engine.module, self.source, self.context.folder / "adapters")
-        report.line(training_log.step_finished(str(folder)))
+        report.line(write.step_finished(str(folder)))

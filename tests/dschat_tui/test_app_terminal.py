@@ -25,8 +25,8 @@ import pytest
 from dschat_tui.runs import control
 from dschat_tui.runs.control import end_now, has_supervisor
 from dschat_tui.runs.folder import RunFolder
-from engine import training_log as log
 from engine.config.loading import load_config, user_profiles
+from engine.log import write
 
 SLEEPS = "print('ready', flush=True)\ntime.sleep(120)"
 
@@ -131,7 +131,7 @@ def terminal():
 def training_log(tmp_path: Path) -> Path:
     """A short log."""
     path = tmp_path / "training.log"
-    lines = [log.metrics(step, {"reward": step, "kl": 0.1}) for step in range(20)]
+    lines = [write.metrics(step, {"reward": step, "kl": 0.1}) for step in range(20)]
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dschat_tui.cli import app
-from engine import training_log
 from engine.config.loading import profile_names
+from engine.log import write
 
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "textual", "rich", "pydantic")
 ROOT = Path(__file__).parents[2]
@@ -129,10 +129,10 @@ def test_a_run_without_output_takes_the_next_free_name(elsewhere):
 def write_log(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
-        training_log.running_training(),
-        training_log.evaluating("perplexity", 0, 1),
-        training_log.perplexity(float("nan"), float("nan")),
-        training_log.metrics(0, {"loss": 2.5}),
+        write.running_training(),
+        write.evaluating("perplexity", 0, 1),
+        write.perplexity(float("nan"), float("nan")),
+        write.metrics(0, {"loss": 2.5}),
     ]
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -18,11 +18,11 @@ from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal, prepare
 from dschat_tui.runs.results import final_metrics
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS
-from engine import training_log
 from engine.config.loading import resolve, to_yaml
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS, pipeline
+from engine.log import write
 from engine.planning import ModelShape, plan_memory
 
 SFT, _, _, DPO = STEPS
@@ -130,13 +130,13 @@ def test_the_dashboard_follows_the_logs_of_this_pipeline(tmp_path):
 def test_its_panels_have_the_numbers_of_its_log():
     values = {"loss": 0.6, "accuracy": 0.7, "margin": 0.3, "chosen": 0.2, "rejected": -0.1}
     lines = [
-        training_log.evaluating("rewards", 0, 1),
-        training_log.dpo_scores(0.0, 0.0, 0.693),
-        training_log.throughput(1e-3, 0.5, 0.1, 64.0, 32, 40),
-        training_log.metrics(0, {**values, "learning_rate": 1e-3, "total_steps": 1}),
-        training_log.evaluating("rewards", 1, 1),
-        training_log.dpo_scores(0.4, -0.6, 0.5),
-        training_log.metrics(0, {"eval_accuracy": 0.95}),
+        write.evaluating("rewards", 0, 1),
+        write.dpo_scores(0.0, 0.0, 0.693),
+        write.throughput(1e-3, 0.5, 0.1, 64.0, 32, 40),
+        write.metrics(0, {**values, "learning_rate": 1e-3, "total_steps": 1}),
+        write.evaluating("rewards", 1, 1),
+        write.dpo_scores(0.4, -0.6, 0.5),
+        write.metrics(0, {"eval_accuracy": 0.95}),
     ]
     offsets = list(range(len(lines)))
     update = LogParser().read(Batch(lines, offsets, restarted=False))

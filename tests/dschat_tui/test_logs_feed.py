@@ -14,7 +14,7 @@ from dschat_tui.logs.lines import LogLines
 from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.logs.source import ONE_LOG, SourceError, find_source
-from engine import training_log
+from engine.log import write
 
 
 def take_until(feed: Feed | Replay, enough: Callable[[list[Message]], bool]) -> list[Message]:
@@ -45,7 +45,7 @@ def started():
 
 
 def metrics(*steps: int) -> str:
-    return "".join(training_log.metrics(s, {"loss": 5.0 - s}) + "\n" for s in steps)
+    return "".join(write.metrics(s, {"loss": 5.0 - s}) + "\n" for s in steps)
 
 
 def test_history_comes_at_once_then_what_comes_as_it_comes(tmp_path: Path, started) -> None:

@@ -12,7 +12,7 @@ from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.parse import LogParser
 from dschat_tui.logs.records import LINES_PER_MARK
-from engine import training_log
+from engine.log import write
 
 
 def batch(lines: Sequence[str], first_byte: int = 0) -> Batch:
@@ -121,16 +121,16 @@ def test_the_loss_of_each_rank_belongs_to_one_step() -> None:
 
 def own_step(step: int, loss: float) -> list[str]:
     return [
-        training_log.step_loss(0, step, 0, loss + 1),
-        training_log.throughput(0.001, 0.5, 0.01, 32.0, 16, 20),
-        training_log.metrics(step, {"loss": loss, "gradient_norm": 1.0, "total_steps": 10}),
+        write.step_loss(0, step, 0, loss + 1),
+        write.throughput(0.001, 0.5, 0.01, 32.0, 16, 20),
+        write.metrics(step, {"loss": loss, "gradient_norm": 1.0, "total_steps": 10}),
     ]
 
 
 def test_our_own_lines_of_one_step_agree_on_the_step() -> None:
     model = model_of(
-        training_log.note("dtype fp32"),
-        training_log.running_training(),
+        write.note("dtype fp32"),
+        write.running_training(),
         *(line for step in range(3) for line in own_step(step, 3.0 - step)),
         pieces=5,
     )
@@ -141,9 +141,9 @@ def test_our_own_lines_of_one_step_agree_on_the_step() -> None:
 
 
 def test_operations_that_are_not_known_draw_no_line_and_are_no_alarm() -> None:
-    unknown = training_log.throughput(0.001, 0.5, math.nan, 32.0, 16, 20)
+    unknown = write.throughput(0.001, 0.5, math.nan, 32.0, 16, 20)
     model = model_of(
-        training_log.note("dtype fp32"),
+        write.note("dtype fp32"),
         *(unknown if "TFLOPs" in line else line for line in own_step(0, 3.0)),
     )
     assert "tflops" not in model.series
@@ -154,9 +154,9 @@ def test_operations_that_are_not_known_draw_no_line_and_are_no_alarm() -> None:
 def test_a_resumed_run_tells_its_steps_again() -> None:
     before = [line for step in range(6) for line in own_step(step, 100.0)]
     after = [line for step in range(4, 8) for line in own_step(step, 1.0)]
-    lines = [training_log.note("x"), training_log.running_training(), *before]
+    lines = [write.note("x"), write.running_training(), *before]
     for pieces in (1, 7):
-        model = model_of(*lines, training_log.running_training(), *after, pieces=pieces)
+        model = model_of(*lines, write.running_training(), *after, pieces=pieces)
         assert values(model, "loss") == [(s, 100.0 if s < 4 else 1.0) for s in range(8)]
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_goes_back_without_a_new_start_is_no_step() -> None:
 
 
 def test_nan_is_kept_and_told_once_with_its_step() -> None:
-    lines = [training_log.metrics(s, {"kl": math.nan if s > 1 else 0.1}) for s in range(5)]
+    lines = [write.metrics(s, {"kl": math.nan if s > 1 else 0.1}) for s in range(5)]
     model = model_of(*lines)
     assert model.series["kl"].nonfinite == 3
     told = [event for event in model.events if event.kind == "not_finite"]
@@ -177,25 +177,25 @@ def test_nan_is_kept_and_told_once_with_its_step() -> None:
 
 def test_an_evaluation_without_rows_is_an_event_and_no_point() -> None:
     for what, result, told in (
-        ("perplexity", training_log.perplexity(None, None), "perplexity not measured"),
-        ("reward", training_log.reward_scores(None, None, None), "accuracy not measured"),
-        ("rewards", training_log.dpo_scores(None, None, None), "accuracy not measured"),
+        ("perplexity", write.perplexity(None, None), "perplexity not measured"),
+        ("reward", write.reward_scores(None, None, None), "accuracy not measured"),
+        ("rewards", write.dpo_scores(None, None, None), "accuracy not measured"),
     ):
-        model = model_of(training_log.evaluating(what, 0, 1), result)
+        model = model_of(write.evaluating(what, 0, 1), result)
         assert [event.text for event in model.events] == [f"before training: {told}"]
         assert all(len(series) == 0 for series in model.series.values())
     # the original's DPO tells no accuracy, and rewards all the same
-    model = model_of(training_log.evaluating("rewards", 0, 1), training_log.dpo_scores(1, 0, 0.3))
+    model = model_of(write.evaluating("rewards", 0, 1), write.dpo_scores(1, 0, 0.3))
     assert list(model.events) == []
 
 
 def test_events_lead_to_their_lines() -> None:
     lines = [
-        training_log.phase("tokenising", 5),
-        training_log.phase("tokenising", 10),
-        training_log.warning("the critic's learning rate is high"),
+        write.phase("tokenising", 5),
+        write.phase("tokenising", 10),
+        write.warning("the critic's learning rate is high"),
         "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 2, reducing to 1",
-        training_log.step_finished("/runs/a/model"),
+        write.step_finished("/runs/a/model"),
     ]
     model = model_of(*lines)
     text = "\n".join(lines).encode()
@@ -228,7 +228,7 @@ FRAGMENTS = st.sampled_from(
     [
         *ppo_2023(0, 3, 1.0),
         *own_step(2, 1.0),
-        training_log.running_training(8),
+        write.running_training(8),
         "Metrics => step: 99999999999, kl: nan, x: inf",
         "Metrics => step: 0, kl: 1e999",
         "ppl: NA, loss: nan",

@@ -22,7 +22,7 @@ from dschat_tui.runs.processes import RUN_MARK, end_leftovers, leftovers
 from engine.config.loading import load_config, options, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
-from engine.failure_causes import EXCEPTIONS, LINES, RETURN_CODES
+from engine.log.causes import EXCEPTIONS, LINES, RETURN_CODES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as on Linux")
 

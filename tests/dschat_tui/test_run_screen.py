@@ -19,7 +19,7 @@ from dschat_tui.keys import KEYS
 from dschat_tui.logs.source import find_source
 from dschat_tui.screens.run import RunScreen
 from dschat_tui.widgets.lines import LineList
-from engine import training_log as log
+from engine.log import write
 
 SIZES = [(60, 16), (80, 24), (100, 30), (160, 50)]
 STEPS = 30
@@ -32,23 +32,23 @@ HOSTILE = [
 
 
 def sft_lines() -> list[str]:
-    lines = [log.note("dtype bf16"), log.phase("tokenising", 50), log.running_training()]
+    lines = [write.note("dtype bf16"), write.phase("tokenising", 50), write.running_training()]
     for step in range(STEPS):
-        lines.append(log.throughput(0.001, 0.5, 12.0, 32.0, 16, 20))
-        lines.append(log.metrics(step, {"loss": 4.0 - step / 10, "total_steps": STEPS}))
-    return [*lines, log.step_finished("/runs/a/step1-sft/model")]
+        lines.append(write.throughput(0.001, 0.5, 12.0, 32.0, 16, 20))
+        lines.append(write.metrics(step, {"loss": 4.0 - step / 10, "total_steps": STEPS}))
+    return [*lines, write.step_finished("/runs/a/step1-sft/model")]
 
 
 def ppo_lines() -> list[str]:
-    lines = [log.running_training(STEPS)]
+    lines = [write.running_training(STEPS)]
     for step in range(STEPS):
         values = {"reward": step / 10, "reward_ema": step / 12, "kl": -3.0, "eos_share": 0.9}
         times = {"e2e_s": 10.0, "generate_s": 6.0, "train_s": 3.0}
-        lines.append(log.metrics(step, {**values, **times, "total_steps": STEPS}))
-    return [*lines, log.warning("look after this"), "the last words of the log"]
+        lines.append(write.metrics(step, {**values, **times, "total_steps": STEPS}))
+    return [*lines, write.warning("look after this"), "the last words of the log"]
 
 
-def write(path: Path, lines: list[str]) -> None:
+def write_log(path: Path, lines: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
 
@@ -56,8 +56,8 @@ def write(path: Path, lines: list[str]) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run whose second step has not begun."""
-    write(tmp_path / "step1-sft" / "training.log", sft_lines())
-    write(tmp_path / "step3-rlhf" / "training.log", ppo_lines())
+    write_log(tmp_path / "step1-sft" / "training.log", sft_lines())
+    write_log(tmp_path / "step3-rlhf" / "training.log", ppo_lines())
     with (tmp_path / "step3-rlhf" / "rollouts.jsonl").open("w") as file:
         for step in range(STEPS):
             for number in range(2):
@@ -284,7 +284,7 @@ def test_a_paused_picture_stands_still_while_reading_goes_on(run: Path) -> None:
         before = await press(pilot, "p")
         assert "paused" in before
         with (run / "step3-rlhf" / "training.log").open("a") as file:
-            file.write(log.metrics(STEPS, {"reward": 77.0}) + "\n")
+            file.write(write.metrics(STEPS, {"reward": 77.0}) + "\n")
         await until(pilot, lambda: screen.model.status.done == STEPS + 1)
         assert await press(pilot) == before
         assert "77" in await press(pilot, "p")
@@ -322,7 +322,7 @@ def test_a_hostile_log_neither_breaks_nor_colours_the_screen(
     tmp_path: Path, ascii_only: bool
 ) -> None:
     path = tmp_path / "training.log"
-    text = "\n".join([*ppo_lines(), *HOSTILE, log.warning("\x1b[31m[red]x"), "end \udcff"]) + "\n"
+    text = "\n".join([*ppo_lines(), *HOSTILE, write.warning("\x1b[31m[red]x"), "end \udcff"]) + "\n"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
 
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
@@ -350,7 +350,7 @@ def test_without_colour_lines_have_patterns(run: Path, monkeypatch: pytest.Monke
 
 def test_a_failed_step_tells_its_cause_and_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "training.log"
-    write(
+    write_log(
         path,
         [
             "[2026-01-01 00:00:00,000] [INFO] [launch.py:245:main] process 77 spawned with command",

@@ -28,10 +28,10 @@ from dschat_tui.screens.run import RunScreen
 from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.widgets.chart import View, plot
 from dschat_tui.widgets.rows import row_text
-from engine import training_log as log
 from engine.config.loading import load_config, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
+from engine.log import write
 
 SIZES = [(60, 16), (80, 24), (160, 50)]
 SFT = STEPS[0]
@@ -49,7 +49,9 @@ def make_run(folder: Path, name: str, config: RunConfig | None = None) -> RunFol
             (model / file).write_text("{}")
         (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         state["steps"][step.name] |= {"state": "done", "metrics": METRICS[step.name]}
-    lines = [log.metrics(step, {"loss": 4.0 - step / 10, "total_steps": 30}) for step in range(30)]
+    lines = [
+        write.metrics(step, {"loss": 4.0 - step / 10, "total_steps": 30}) for step in range(30)
+    ]
     run.training_log(SFT).write_text("\n".join(lines) + "\n")
     change(run, state, state="stopped")
     return run

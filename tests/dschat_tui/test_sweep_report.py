@@ -18,7 +18,7 @@ from dschat_tui.cli import app
 from dschat_tui.sweep import report
 from dschat_tui.sweep.results import QUANTITIES, WARMUP_STEPS, measure, tree_bytes
 from dschat_tui.sweep.state import SweepFolder
-from engine import training_log
+from engine.log import write
 
 HOSTILE = "=cmd|' /C calc'!A0 \x1b[31mred\x1b[0m [bold]x[/] <script>a</script> |`pipe`| \n# title"
 
@@ -28,7 +28,7 @@ def ppo_log(path: Path, seconds: list[float], generate: float = 0.5, samples: in
     lines = []
     for step, e2e in enumerate(seconds):
         times = {"e2e_s": e2e, "generate_s": e2e * generate, "train_s": e2e / 4}
-        block = training_log.PPOStep(
+        block = write.PPOStep(
             epoch=0,
             step=step,
             ppo_epoch=1,
@@ -46,7 +46,7 @@ def ppo_log(path: Path, seconds: list[float], generate: float = 0.5, samples: in
             **times,
         )
         quantities = {"reward": float(step), "tokens_per_s": 100 / times["generate_s"], **times}
-        lines += [*block.lines(), training_log.metrics(step, quantities)]
+        lines += [*block.lines(), write.metrics(step, quantities)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -131,8 +131,8 @@ def test_the_first_steps_are_dropped_and_rates_are_totals_over_totals(tmp_path):
 
 def test_operations_that_a_log_does_not_know_leave_the_other_quantities(tmp_path):
     step = [
-        training_log.throughput(0.1, 0.5, math.nan, 8.0, 4, 8),
-        training_log.metrics(0, {"loss": 1.5, "tokens_per_s": 64.0}),
+        write.throughput(0.1, 0.5, math.nan, 8.0, 4, 8),
+        write.metrics(0, {"loss": 1.5, "tokens_per_s": 64.0}),
     ]
     (tmp_path / "a").write_text("\n".join(step) + "\n")
     found = measure(tmp_path / "a", "sft", ranks=1)
@@ -150,8 +150,8 @@ def test_a_log_of_fewer_steps_keeps_its_last(tmp_path):
 def test_steps_1_and_2_count_the_samples_of_all_ranks(tmp_path):
     lines = []
     for step in range(WARMUP_STEPS + 2):
-        lines.append(training_log.throughput(0.001, 0.5, 2.0, 32.0, 16, 20))
-        lines.append(training_log.metrics(step, {"loss": 4.0 - step, "tokens_per_s": 50.0}))
+        lines.append(write.throughput(0.001, 0.5, 2.0, 32.0, 16, 20))
+        lines.append(write.metrics(step, {"loss": 4.0 - step, "tokens_per_s": 50.0}))
     log = tmp_path / "training.log"
     log.write_text("\n".join(lines) + "\n")
     one, two = measure(log, "sft", 1), measure(log, "sft", 2)

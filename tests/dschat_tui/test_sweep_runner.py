@@ -25,8 +25,8 @@ from dschat_tui.runs.folder import RunFolder, process_identity
 from dschat_tui.sweep import runner, show
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
-from engine import training_log
 from engine.config.steps import STEPS
+from engine.log import write
 
 OOM = {"id": "out_of_memory", "line": "MemoryError", "advice": "less"}
 MISSING = {"id": "missing_file", "line": "No such file: \x1b[31m/x", "advice": "check it"}
@@ -98,7 +98,7 @@ def write_log(log: Path) -> None:
     times = {"e2e_s": 1.0, "generate_s": 0.5, "train_s": 0.25}
     with log.open("w") as file:
         for step in range(3):
-            block = training_log.PPOStep(
+            block = write.PPOStep(
                 **{"epoch": 0, "step": step, "ppo_epoch": 1, "actor_loss": 0.1},
                 **{"critic_loss": 0.2, "unsupervised_loss": 0.0, "reward": 1.5, "reward_ema": 1.0},
                 **{"tflops": 1.0, "generate_tflops": 1.0, "train_tflops": 1.0, "batch_size": 8},

@@ -17,10 +17,10 @@ import pytest
 from dschat_tui.runs import control, results, watch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import history
-from engine import training_log
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
+from engine.log import write
 
 SFT, REWARD, PPO = STEPS[:3]
 
@@ -31,15 +31,15 @@ def test_progress_follows_phase_step_metrics_and_warnings(tmp_path):
     progress.update()
     assert progress.line() == "starting"
 
-    log.write_text(training_log.phase("tokenising", 34) + "\n")
+    log.write_text(write.phase("tokenising", 34) + "\n")
     progress.update()
     assert progress.line() == "tokenising 34 %"
 
     with log.open("a") as file:
         for step in range(3):
             values = {"loss": 2.5 - step, "total_steps": 12}
-            file.write(training_log.metrics(step, values) + "\n")
-        file.write(training_log.warning("careful") + "\n")
+            file.write(write.metrics(step, values) + "\n")
+        file.write(write.warning("careful") + "\n")
     progress.update()
     assert (progress.done, progress.total) == (3, 12)
     assert "3/12" in progress.line()
@@ -54,7 +54,7 @@ def test_time_left_follows_the_pace(tmp_path, monkeypatch):
     for step in range(5):
         clock[0] = 100.0 + 2 * step
         with (tmp_path / "training.log").open("a") as file:
-            file.write(training_log.metrics(step, {"loss": 1.0, "total_steps": 20}) + "\n")
+            file.write(write.metrics(step, {"loss": 1.0, "total_steps": 20}) + "\n")
         progress.update()
     assert progress.remaining_seconds() == 2 * 15
 

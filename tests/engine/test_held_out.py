@@ -17,10 +17,10 @@ from plain_torch import perplexity, rating_by_likelihood, rating_by_score, ratin
 from dschat_tui.runs import gates
 from dschat_tui.runs.results import final_metrics, summary_text
 from engine.data.phases import build_phase
+from engine.log.read import LogReader
 from engine.models.embedded import build
 from engine.models.load import load_tokenizer
 from engine.trainers.context import StepContext
-from engine.training_log import LogReader
 
 FOLDERS = {"sft": "step1-sft", "reward": "step2-reward", "dpo": "step2-dpo"}
 Rows = list[dict[str, Any]]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from small_run import configuration
 
-from engine import training_log
 from engine.generation.decode import ModuleDecoder
+from engine.log.read import LogReader
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm, load_config
 from engine.models.probe import probe
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 def read(log: str) -> list[dict]:
-    reader = training_log.LogReader()
+    reader = LogReader()
     records = [record for line in log.splitlines() for record in reader.feed(line)]
     return [*records, *reader.finish()]
 

@@ -1,36 +1,16 @@
-"""The grammar of training.log: one module that both writes and reads each of its lines.
-
-Written, with the wording of DeepSpeed-Chat so that its users' scripts keep working:
-`running_training`, `beginning_of_epoch`, `saving_model`, `optimizer_step`, `evaluating`,
-`perplexity`, `step_loss`, `throughput`, `reward_scores`, `reward_scores_at`, `epoch_loss`,
-`dpo_scores`, `PPOStep`, `skipped_both`, `prompts_printed`, `answers_printed`; and with words of our
-own: `metrics`, `phase`, `note`, `warning`, `step_finished`. Each gives a line (`PPOStep.lines()`
-several), and `write_line` puts a line into the log, whole.
-
-Read: `LogReader` takes the lines of any DeepSpeed-Chat log, of any year, as they come, and gives
-records; `read_document` and `read_run` read a whole log and the folder of a run; `to_json` prints
-what they give.
-"""
+"""Reads training.log: the lines of any DeepSpeed-Chat log, of any year, and our own."""
 
 from __future__ import annotations
 
-import errno
-import json
-import math
-import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from engine.config.steps import PIPELINES, STEPS
-from engine.failure_causes import CauseFinder
-
-# On a full disk, between two tries to write.
-_SECONDS_BETWEEN_LOOKS = 5.0
+from engine.config.steps import PIPELINES
+from engine.log.causes import CauseFinder
+from engine.log.write import SEPARATOR
 
 
 def _number(name: str) -> str:
@@ -79,91 +59,13 @@ class _Form:
         return True
 
 
-_SEPARATOR = "-" * 85
-
-
-def write_line(stream: TextIO, line: str) -> None:
-    """Put one line into the log by a single write, so that ranks never tear each other's lines."""
-    text = _one_line(line) + "\n"
-    try:
-        descriptor = stream.fileno()
-    except (AttributeError, OSError):  # a stream in memory
-        stream.write(text)
-        return
-    stream.flush()
-    write_all(descriptor, text.encode("utf-8", "replace"))
-
-
-def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of `content`; on a full disk wait for room: a run pauses and is not lost."""
-    while content:
-        try:
-            content = content[os.write(descriptor, content) :]
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def _one_line(text: str) -> str:
-    return r"\n".join(text.splitlines())
-
-
-def _number_text(value: float | None) -> str:
-    if value is None:
-        return "NA"
-    return str(int(value)) if isinstance(value, int) else repr(float(value))
-
-
-def _short(value: float | None) -> str:
-    return _number_text(value) if value is None or isinstance(value, int) else f"{value:.6g}"
-
-
-def _tflops(value: float) -> str:
-    """Operations per second, which nobody knows (nan) for families without a known shape."""
-    return "NA" if math.isnan(value) else f"{value:.2f}"
-
-
-def running_training(total_iters: int | None = None) -> str:
-    """Header of the training loop; PPO tells its number of optimizer steps."""
-    told = "" if total_iters is None else f" (total_iters={total_iters})"
-    return f"***** Running training{told} *****"
-
-
 _RUNNING = re.compile(r"\*{5} Running training(?P<ppo> \(total_iters=[0-9]+\))? \*{5}")
-
-
-def beginning_of_epoch(epoch: int, epochs: int, batches: int, generation: bool = False) -> str:
-    """Start of an epoch, counted from 1, with its micro batches (PPO: generation batches)."""
-    kind = "Generation" if generation else "Micro"
-    return f"Beginning of Epoch {epoch}/{epochs}, Total {kind} Batches {batches}"
 
 
 _BEGINNING = re.compile(
     rf"Beginning of Epoch {_count('epoch')}/{_count('epochs')}, "
     rf"Total (?:Micro|(?P<generation>Generation)) Batches (?P<batches>[0-9]+)"
 )
-
-
-def saving_model() -> str:
-    """Notice before the model folder is written."""
-    return "saving model ..."
-
-
-def optimizer_step(
-    step: int, skipped: int, learning_rates: Sequence[float], betas: Sequence[Sequence[float]]
-) -> str:
-    """An engine's optimizer steps so far, in DeepSpeed's wording.
-
-    In PPO the actor's line comes first, then the critic's of the same step.
-    """
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S,000")
-    rates = ", ".join(_number_text(float(rate)) for rate in learning_rates)
-    momentum = ", ".join(str(tuple(pair)) for pair in betas)
-    return (
-        f"[{stamp}] [INFO] [logging.py:96:log_dist] [Rank 0] "
-        f"step={step}, skipped={skipped}, lr=[{rates}], mom=[{momentum}]"
-    )
 
 
 _OPTIMIZER = re.compile(
@@ -176,31 +78,13 @@ _OPTIMIZER_LINE = re.compile(
 _LEARNING_RATE = re.compile(r"(?<![\w.])[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)")
 
 
-def evaluating(what: str, epoch: int, epochs: int) -> str:
-    """Header of an evaluation: of `perplexity` (SFT), `reward` or, in DPO, `rewards`.
-
-    Epoch 0 is before training.
-    """
-    return f"***** Evaluating {what}, Epoch {epoch}/{epochs} *****"
-
-
 _EVALUATING = re.compile(
     rf"\*{{5}} Evaluating (?P<what>perplexity|rewards?), "
     rf"Epoch {_count('epoch')}/{_count('epochs')} \*{{5}}"
 )
 
 
-def perplexity(perplexity: float | None, loss: float | None) -> str:
-    """Result of an SFT evaluation, after its header; None where no row was held out."""
-    return f"ppl: {_number_text(perplexity)}, loss: {_number_text(loss)}"
-
-
 _PERPLEXITY = _Form(rf"ppl: {_last_number('ppl')}(?:, loss: {_last_number('loss')})?")
-
-
-def step_loss(epoch: int, step: int, rank: int, loss: float) -> str:
-    """One rank's loss in one SFT step; epoch and step count from 0."""
-    return f"Epoch: {epoch}, Step: {step}, Rank: {rank}, loss = {_number_text(loss)}"
 
 
 _STEP_LOSS = _Form(
@@ -209,39 +93,10 @@ _STEP_LOSS = _Form(
 )
 
 
-def throughput(
-    parameters_b: float | None,
-    latency_s: float,
-    tflops: float,
-    samples_per_s: float,
-    batch_size: int,
-    sequence_length: int,
-) -> str:
-    """Speed of a micro batch in step 1 or 2; samples per second are those of one device.
-
-    `tflops` may be nan, where it is not known.
-    """
-    parameters = "NA" if parameters_b is None else f"{parameters_b:.3f} B"
-    return (
-        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {_tflops(tflops)}, "
-        f"Samples/sec: {samples_per_s:.2f}, Time/seq {latency_s / batch_size:.2f}s, "
-        f"Batch Size: {batch_size}, Sequence Length: {sequence_length}"
-    )
-
-
 _THROUGHPUT = re.compile(
     r"Model Parameters: [^,]*, Latency: ([^,s]*)s, TFLOPs: ([^,]*), Samples/sec: ([^,]*), "
     r"Time/seq [^,]*, Batch Size: ([0-9]{1,9}), Sequence Length: ([0-9]{1,9})"
 )
-
-
-def reward_scores(chosen: float | None, rejected: float | None, accuracy: float | None) -> str:
-    """Result of a reward evaluation, after its header; None where no pair was held out."""
-    return (
-        f"chosen_last_scores (higher is better) : {_number_text(chosen)}, "
-        f"rejected_last_scores (lower is better) : {_number_text(rejected)}, "
-        f"acc (higher is better) : {_number_text(accuracy)}"
-    )
 
 
 _REWARD_SCORES = _Form(
@@ -251,99 +106,18 @@ _REWARD_SCORES = _Form(
 )
 
 
-def reward_scores_at(
-    step: int, chosen: float | None, rejected: float | None, accuracy: float | None
-) -> str:
-    """Result of a reward evaluation in the middle of an epoch, at an optimizer step."""
-    margin = None if chosen is None or rejected is None else chosen - rejected
-    return (
-        f"Iter {step}: c_scores: {_number_text(chosen)}, r_scores: {_number_text(rejected)}, "
-        f"diff: {_number_text(margin)}, acc: {_number_text(accuracy)}"
-    )
-
-
 _REWARD_SCORES_AT = _Form(
     rf"Iter {_count('step')}: c_scores: {_number('chosen')}, r_scores: {_number('rejected')}, "
     rf"diff: [^,]+, acc: {_last_number('accuracy')}"
 )
 
 
-def epoch_loss(epoch: int, epochs: int, loss: float) -> str:
-    """Mean training loss of an epoch, counted from 1."""
-    return f"Epoch {epoch}/{epochs} with loss {_number_text(loss)}"
-
-
 _EPOCH_LOSS = _Form(rf"Epoch {_count('epoch')}/[0-9]+ with loss {_last_number('loss')}")
-
-
-def dpo_scores(chosen: float | None, rejected: float | None, loss: float | None) -> str:
-    """Result of a DPO evaluation, after its header; None where no pair was held out."""
-    return (
-        f"chosen: {_number_text(chosen)}, rejected: {_number_text(rejected)}, "
-        f"loss: {_number_text(loss)}"
-    )
 
 
 _DPO_SCORES = _Form(
     rf"chosen: {_number('chosen')}, rejected: {_number('rejected')}, loss: {_last_number('loss')}"
 )
-
-
-@dataclass(frozen=True)
-class PPOStep:
-    """What PPO tells of one generation step; rewards and samples are over all ranks.
-
-    `batch_size` and `samples_per_s` count the answers of all ranks; `parameters_b` are in billions,
-    `bandwidth_gb_s` in GB/s. That and the TFLOPs may be nan, where they are not known.
-    """
-
-    epoch: int
-    step: int
-    ppo_epoch: int
-    actor_loss: float
-    critic_loss: float
-    unsupervised_loss: float
-    reward: float
-    reward_ema: float
-    e2e_s: float
-    generate_s: float
-    train_s: float
-    tflops: float
-    generate_tflops: float
-    train_tflops: float
-    batch_size: int
-    sequence_length: int
-    answer_length_limit: int
-    bandwidth_gb_s: float = math.nan
-    actor_parameters_b: float | None = None
-    critic_parameters_b: float | None = None
-
-    def lines(self) -> list[str]:
-        """The block of lines, the dashes that close it included."""
-        actor, critic = (
-            "NA" if parameters is None else f"{parameters:.3f} B"
-            for parameters in (self.actor_parameters_b, self.critic_parameters_b)
-        )
-        bandwidth = -1.0 if math.isnan(self.bandwidth_gb_s) else self.bandwidth_gb_s
-        return [
-            f"Epoch: {self.epoch} | Step: {self.step} | PPO Epoch: {self.ppo_epoch} | "
-            f"Actor Loss: {_number_text(self.actor_loss)} | "
-            f"Critic Loss: {_number_text(self.critic_loss)} | "
-            f"Unsupervised Loss: {_number_text(self.unsupervised_loss)}",
-            f"End-to-End => Latency: {self.e2e_s:.2f}s, TFLOPs: {_tflops(self.tflops)}, "
-            f"Samples/sec: {self.batch_size / self.e2e_s:.2f}, "
-            f"Time/seq {self.e2e_s / self.batch_size:.2f}s, "
-            f"Batch Size: {self.batch_size}, Total Seq. Length: {self.sequence_length}",
-            f"Generation => Latency: {self.generate_s:.2f}s, "
-            f"Per-token Latency {self.generate_s / self.answer_length_limit * 1000:.2f} ms, "
-            f"TFLOPs: {_tflops(self.generate_tflops)}, BW: {bandwidth:.2f} GB/sec, "
-            f"Answer Seq. Length: {self.answer_length_limit}",
-            f"Training   => Latency: {self.train_s:.2f}s, TFLOPs: {_tflops(self.train_tflops)}",
-            f"Actor Model Parameters => {actor}, Critic Model Parameters => {critic}",
-            f"Average reward score: {_number_text(self.reward)} | "
-            f"EMA reward score: {_number_text(self.reward_ema)}",
-            _SEPARATOR,
-        ]
 
 
 _PPO_LOSSES = _Form(
@@ -392,60 +166,7 @@ _HYBRID_TIMER = _Form(
 )
 
 
-def skipped_both(actor: bool, critic: bool) -> str:
-    """Notice that an overflow of either engine made both skip their step."""
-    who = " and ".join(name for name, over in (("actor", actor), ("critic", critic)) if over)
-    return f"OVERFLOW: {who} overflow, skipping both actor and critic steps"
-
-
-def prompts_printed(step: int, rank: int, prompts: Sequence[str]) -> str:
-    """A batch of prompts. Never read back: such text may hold anything, also our own lines."""
-    return f"--- prompt --> step={step}, rank={rank}, {list(prompts)}"
-
-
-def answers_printed(step: int, rank: int, answers: Sequence[str]) -> str:
-    """The answers to `prompts_printed`, and like it never read back."""
-    return f"--- ans    --> step={step}, rank={rank}, {list(answers)}"
-
-
-def metrics(step: int, values: Mapping[str, float | None]) -> str:
-    """Any quantities of a step, by their names in metrics.jsonl (lower case, underscores).
-
-    Six digits are enough for a log; metrics.jsonl has them all.
-
-    Raises:
-        ValueError: a name that would not be read back.
-    """
-    for name in values:
-        if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in ("kind", "step", "offset"):
-            raise ValueError(
-                f"metric {name!r}: use lower case and underscores, not kind, step or offset"
-            )
-    pairs = [f"step: {step}", *(f"{name}: {_short(x)}" for name, x in values.items())]
-    return f"Metrics => {', '.join(pairs)}"
-
-
-def phase(name: str, percent: int | None = None) -> str:
-    """What the step is busy with before or between training, such as `tokenising`."""
-    return f"Phase => {_one_line(name)}" + ("" if percent is None else f" {percent} %")
-
-
 _PHASE = re.compile(r"Phase => (.*?)(?: ([0-9]{1,3}) %)?")
-
-
-def note(text: str) -> str:
-    """Something a person should know."""
-    return f"Note => {_one_line(text)}"
-
-
-def warning(text: str) -> str:
-    """Something a person should look after."""
-    return f"Warning => {_one_line(text)}"
-
-
-def step_finished(model: str) -> str:
-    """The last line of a step, with the folder of its model."""
-    return f"Step finished => model: {_one_line(model)}"
 
 
 # what a line of ours or theirs may begin with, to part the lines that ranks tore into one
@@ -498,7 +219,6 @@ _TIMER = _Form(
 _LONGEST_LINE = 64 * 1024
 # a host, a rank, a bar and a box stand before a line at most, now and then twice
 _MOST_PREFIXES = 8
-_BLOCK = 1 << 20
 
 Record = dict[str, Any]
 _Records = Sequence[Record]
@@ -784,7 +504,7 @@ class LogReader:
         return _NOTHING
 
     def _read_separator(self, line: str) -> _Records | None:
-        return _NOTHING if line == _SEPARATOR else None
+        return _NOTHING if line == SEPARATOR else None
 
     # steps 1 and 2, and DPO
 
@@ -1113,75 +833,3 @@ def _without_prefixes(text: str, hosts: set[str]) -> str:
             return text
         text = match["rest"].rstrip()
     return ""
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """The whole of one log: step, state, return code, cause, records and events.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    reader = LogReader()
-    records: list[Record] = []
-    unfinished = b""
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            head, newline, rest = block.rpartition(b"\n")
-            if not newline:
-                unfinished = (unfinished + rest)[:_BLOCK]  # a line without end stays bounded
-                continue
-            records += reader.feed_all((unfinished + head).decode("utf-8", "replace").split("\n"))
-            unfinished = rest
-    records += reader.finish(unfinished.decode("utf-8", "replace"))
-    return {
-        "step": reader.step,
-        "state": reader.state,
-        "returncode": reader.returncode,
-        "cause": reader.cause,
-        "records": records,
-        "events": reader.events,
-    }
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """The documents of the steps of a run's folder that have begun, under `steps`.
-
-    A log without end is `running` where run.json says so.
-
-    Raises:
-        OSError: a log cannot be read.
-    """
-    steps = {}
-    for step in STEPS:
-        log = path / step.folder / "training.log"
-        if not log.is_file():
-            continue
-        document = read_document(log)
-        document["step"] = document["step"] or step.name
-        if document["state"] == "unknown" and _is_running(path, step.name):
-            document["state"] = "running"
-        steps[step.name] = document
-    return {"steps": steps}
-
-
-def _is_running(run: Path, step: str) -> bool:
-    try:
-        state = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        return bool(state["steps"][step]["state"] == "running")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def to_json(document: Any, indent: int | None = None) -> str:
-    """A document as JSON; nan and infinities are the strings "nan", "inf", "-inf"."""
-    return json.dumps(_without_nonfinite(document), indent=indent, allow_nan=False)
-
-
-def _without_nonfinite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
-    return value

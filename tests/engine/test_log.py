@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import training_log as log
+from engine.log import documents, write
+from engine.log.read import LogReader
 
 STAMP = "[2023-08-20 10:00:00,123] [INFO]"
 COMMAND = f"{STAMP} [runner.py:555:main] cmd = /usr/bin/python3 -u -m deepspeed.launcher.launch"
@@ -53,7 +54,7 @@ def read(*lines: str) -> dict[str, Any]:
 
 
 def read_bytes(content: bytes) -> dict[str, Any]:
-    reader = log.LogReader()
+    reader = LogReader()
     records: list[dict[str, Any]] = []
     *lines, rest = content.decode("utf-8", "replace").split("\n")
     for line in lines:
@@ -221,7 +222,7 @@ def test_hybrid_timer_beside_the_times_of_the_script() -> None:
 
 
 def test_ppo_record_is_given_with_the_line_after_its_block() -> None:
-    reader = log.LogReader()
+    reader = LogReader()
     lines = [LOSSES.format(step=0), *SPEED, "average reward score: 1.0", DASHES]
     assert [record for line in lines for record in reader.feed(line)] == []
     given = reader.feed(TIMER.format(e2e="3.03"))
@@ -325,19 +326,19 @@ def test_dpo() -> None:
 
 def test_what_was_not_measured_is_read_back_as_such() -> None:
     for what, line, names in (
-        ("perplexity", log.perplexity(None, None), {"ppl", "loss"}),
-        ("reward", log.reward_scores(None, None, None), {"chosen", "accuracy"}),
-        ("rewards", log.dpo_scores(None, None, None), {"chosen", "rejected", "loss"}),
+        ("perplexity", write.perplexity(None, None), {"ppl", "loss"}),
+        ("reward", write.reward_scores(None, None, None), {"chosen", "accuracy"}),
+        ("rewards", write.dpo_scores(None, None, None), {"chosen", "rejected", "loss"}),
     ):
-        header = log.evaluating(what, 1, 2)
+        header = write.evaluating(what, 1, 2)
         # also where another rank's line tore into it
-        for before in ("", log.step_loss(0, 3, 0, 1.5)):
+        for before in ("", write.step_loss(0, 3, 0, 1.5)):
             document = read(header, before + line)
             (record,) = (r for r in document["records"] if r["kind"] != "loss")
             assert names <= record.keys()
             assert {record[name] for name in names} == {None}
-            assert '"nan"' not in log.to_json(document)
-    (record,) = read(log.reward_scores_at(7, None, None, None))["records"]
+            assert '"nan"' not in documents.to_json(document)
+    (record,) = read(write.reward_scores_at(7, None, None, None))["records"]
     assert (record["step"], record["chosen"], record["accuracy"]) == (7, None, None)
 
 
@@ -406,8 +407,8 @@ def test_overflow_with_zero_0(announced: bool) -> None:
 
 def test_other_events() -> None:
     document = read(
-        log.skipped_both(actor=True, critic=False),
-        log.skipped_both(actor=True, critic=True),
+        write.skipped_both(actor=True, critic=False),
+        write.skipped_both(actor=True, critic=True),
         "Dropping too short generated answer: step=3: ",
         "answers: ['Average reward score: 9.0 | EMA reward score: 9.0']",
     )
@@ -489,8 +490,8 @@ def test_cut_anywhere_a_log_never_claims_success_or_invents_records() -> None:
         "***** Evaluating perplexity, Epoch 0/1 *****",
         "ppl: 2.125, loss: 0.75",
         "Epoch: 0, Step: 3, Rank: 1, loss = 12.5",
-        log.throughput(1.4, 0.6, 77.0, 26.0, 16, 512),
-        log.metrics(3, {"kl": 12.5}),
+        write.throughput(1.4, 0.6, 77.0, 26.0, 16, 512),
+        write.metrics(3, {"kl": 12.5}),
         *exits(41, 42),
     ]
     content = "\n".join(lines).encode()
@@ -798,14 +799,14 @@ def test_text_that_looks_like_metrics() -> None:
         "ppl: 2.0, loss: 0.7",
         *block,
         DASHES,
-        log.prompts_printed(0, 0, lies),
-        log.answers_printed(0, 0, ["\n".join(lies)]),
+        write.prompts_printed(0, 0, lies),
+        write.answers_printed(0, 0, ["\n".join(lies)]),
         *[f"Human: {lie}" for lie in lies],
         *[f"{lie} as I was saying" for lie in lies],
         "ppl: 1.0, loss: 0.1",  # no header before it
         "chosen: 1.0, rejected: 0.5, loss: 0.1",
         "Average reward score: 9.0 | EMA reward score: 9.0",  # no step before it
-        log.note(LOSSES.format(step=99) + "Metrics => step: 1, kl: 2.0"),
+        write.note(LOSSES.format(step=99) + "Metrics => step: 1, kl: 2.0"),
     )
     assert kinds(document) == ["eval", "ppo", "note"]
     assert document["records"][1]["reward"] == 1.0
@@ -816,16 +817,19 @@ def test_text_that_looks_like_metrics() -> None:
 
 def test_round_trip_of_every_line() -> None:
     lines_and_records: list[tuple[str, dict[str, Any] | None]] = [
-        (log.running_training(), None),
-        (log.beginning_of_epoch(1, 2, 30), None),
-        (log.evaluating("perplexity", 0, 2), None),
-        (log.perplexity(math.inf, 0.1), {"kind": "eval", "epoch": 0, "ppl": math.inf, "loss": 0.1}),
+        (write.running_training(), None),
+        (write.beginning_of_epoch(1, 2, 30), None),
+        (write.evaluating("perplexity", 0, 2), None),
         (
-            log.step_loss(0, 1, 2, 1e-08),
+            write.perplexity(math.inf, 0.1),
+            {"kind": "eval", "epoch": 0, "ppl": math.inf, "loss": 0.1},
+        ),
+        (
+            write.step_loss(0, 1, 2, 1e-08),
             {"kind": "loss", "epoch": 0, "step": 1, "rank": 2, "loss": 1e-08},
         ),
         (
-            log.throughput(None, 0.25, 1.5, 8.0, 2, 64),
+            write.throughput(None, 0.25, 1.5, 8.0, 2, 64),
             {
                 "kind": "throughput",
                 "index": 0,
@@ -837,7 +841,7 @@ def test_round_trip_of_every_line() -> None:
             },
         ),
         (
-            log.throughput(0.5, 0.25, math.nan, 8.0, 2, 64),
+            write.throughput(0.5, 0.25, math.nan, 8.0, 2, 64),
             {
                 "kind": "throughput",
                 "index": 1,
@@ -849,12 +853,12 @@ def test_round_trip_of_every_line() -> None:
             },
         ),
         (
-            log.optimizer_step(20, 3, [1e-05, 5e-4], [(0.9, 0.95), (0.9, 0.95)]),
+            write.optimizer_step(20, 3, [1e-05, 5e-4], [(0.9, 0.95), (0.9, 0.95)]),
             {"kind": "optimizer", "engine": "actor", "step": 20, "skipped": 3, "lr": [1e-05, 5e-4]},
         ),
-        (log.evaluating("reward", 1, 2), None),
+        (write.evaluating("reward", 1, 2), None),
         (
-            log.reward_scores(1.25, -0.5, 0.75),
+            write.reward_scores(1.25, -0.5, 0.75),
             {
                 "kind": "reward_eval",
                 "epoch": 1,
@@ -864,7 +868,7 @@ def test_round_trip_of_every_line() -> None:
             },
         ),
         (
-            log.reward_scores_at(5, 1.25, -0.5, 0.75),
+            write.reward_scores_at(5, 1.25, -0.5, 0.75),
             {
                 "kind": "reward_eval",
                 "epoch": 1,
@@ -875,12 +879,12 @@ def test_round_trip_of_every_line() -> None:
             },
         ),
         (
-            log.epoch_loss(1, 2, 0.5),
+            write.epoch_loss(1, 2, 0.5),
             {"kind": "loss", "epoch": 1, "step": None, "rank": None, "loss": 0.5},
         ),
-        (log.evaluating("rewards", 1, 2), None),
+        (write.evaluating("rewards", 1, 2), None),
         (
-            log.dpo_scores(1.5, -1.5, 0.5),
+            write.dpo_scores(1.5, -1.5, 0.5),
             {
                 "kind": "reward_eval",
                 "epoch": 1,
@@ -890,24 +894,27 @@ def test_round_trip_of_every_line() -> None:
                 "accuracy": None,
             },
         ),
-        (log.saving_model(), None),
+        (write.saving_model(), None),
         (
-            log.metrics(7, {"kl": -0.5, "answer_length": 12, "eos_share": None}),
+            write.metrics(7, {"kl": -0.5, "answer_length": 12, "eos_share": None}),
             {"kind": "metrics", "step": 7, "kl": -0.5, "answer_length": 12, "eos_share": None},
         ),
-        (log.phase("loading models"), {"kind": "phase", "name": "loading models", "percent": None}),
-        (log.phase("tokenising", 34), {"kind": "phase", "name": "tokenising", "percent": 34}),
-        (log.note("a => b: 100 %"), {"kind": "note", "text": "a => b: 100 %"}),
-        (log.warning("two\nlines"), {"kind": "warning", "text": r"two\nlines"}),
-        (log.step_finished("run/model"), {"kind": "finished", "model": "run/model"}),
+        (
+            write.phase("loading models"),
+            {"kind": "phase", "name": "loading models", "percent": None},
+        ),
+        (write.phase("tokenising", 34), {"kind": "phase", "name": "tokenising", "percent": 34}),
+        (write.note("a => b: 100 %"), {"kind": "note", "text": "a => b: 100 %"}),
+        (write.warning("two\nlines"), {"kind": "warning", "text": r"two\nlines"}),
+        (write.step_finished("run/model"), {"kind": "finished", "model": "run/model"}),
     ]
-    reader = log.LogReader()
+    reader = LogReader()
     for line, expected in lines_and_records:
         assert list(reader.feed(line)) == ([] if expected is None else [expected]), line
 
 
 def test_round_trip_of_a_ppo_step() -> None:
-    step = log.PPOStep(
+    step = write.PPOStep(
         epoch=0,
         step=12,
         ppo_epoch=1,
@@ -941,7 +948,7 @@ def test_round_trip_of_a_ppo_step() -> None:
     (record,) = read(*lines)["records"]
     assert {name: record[name] for name in unknown} == unknown
     # a block that is there at once is read at once
-    reader = log.LogReader()
+    reader = LogReader()
     assert [*reader.feed_all(lines), *reader.finish()] == [record]
 
 
@@ -955,7 +962,7 @@ def test_round_trip_of_a_ppo_step() -> None:
     )
 )
 def test_metrics_are_read_back_to_six_digits(values: dict[str, float]) -> None:
-    (record,) = log.LogReader().feed(log.metrics(3, values))
+    (record,) = LogReader().feed(write.metrics(3, values))
     assert list(record) == ["kind", "step", *values]
     for name, value in values.items():
         assert record[name] == (value if isinstance(value, int) else pytest.approx(value, 1e-5))
@@ -964,11 +971,11 @@ def test_metrics_are_read_back_to_six_digits(values: dict[str, float]) -> None:
 def test_metric_that_would_not_be_read_back_is_refused() -> None:
     for name in ("Actor Loss", "kl,", "kind", "step", ""):
         with pytest.raises(ValueError, match="metric"):
-            log.metrics(1, {name: 1.0})
+            write.metrics(1, {name: 1.0})
 
 
 def test_records_carry_the_offset_of_their_first_line() -> None:
-    reader = log.LogReader()
+    reader = LogReader()
     lines = [LOSSES.format(step=0), SPEED[0], "average reward score: 1.0", DASHES, "Note => x"]
     offset, found = 0, []
     for line in lines:
@@ -978,22 +985,22 @@ def test_records_carry_the_offset_of_their_first_line() -> None:
 
 
 def test_what_a_progress_display_needs() -> None:
-    reader = log.LogReader()
+    reader = LogReader()
     reader.feed(f"{COMMAND} --module engine.steps.rlhf --config run.yaml")
     assert reader.step == "ppo"
-    reader.feed(log.beginning_of_epoch(1, 3, 250, generation=True))
+    reader.feed(write.beginning_of_epoch(1, 3, 250, generation=True))
     assert (reader.epochs, reader.batches_per_epoch) == (3, 250)
 
 
 def test_lines_of_writers_at_the_same_time_stay_whole(tmp_path: Path) -> None:
     path = tmp_path / "training.log"
 
-    def write(rank: int) -> None:
+    def write_notes(rank: int) -> None:
         with path.open("a") as stream:
             for step in range(200):
-                log.write_line(stream, log.note(f"{rank} {step} " + "x" * 5000))
+                write.write_line(stream, write.note(f"{rank} {step} " + "x" * 5000))
 
-    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
+    threads = [threading.Thread(target=write_notes, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -1006,11 +1013,11 @@ def test_lines_of_writers_at_the_same_time_stay_whole(tmp_path: Path) -> None:
 def test_write_line_keeps_order_with_print_and_takes_any_stream(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         print("first", file=stream)
-        log.write_line(stream, "second\nhalf \ud800")
+        write.write_line(stream, "second\nhalf \ud800")
         print("third", file=stream)
     assert (tmp_path / "log").read_text().splitlines() == ["first", r"second\nhalf ?", "third"]
     memory = io.StringIO()
-    log.write_line(memory, "line")
+    write.write_line(memory, "line")
     assert memory.getvalue() == "line\n"
 
 
@@ -1021,7 +1028,7 @@ def test_document_of_a_file_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "training.log"
     lines = [*launched(1), "***** Evaluating perplexity, Epoch 0/1 *****", "ppl: inf, loss: nan"]
     path.write_text("\n".join([*lines, *exits(4)]))
-    document = json.loads(log.to_json(log.read_document(path)))
+    document = json.loads(documents.to_json(documents.read_document(path)))
     assert list(document) == ["step", "state", "returncode", "cause", "records", "events"]
     assert document["records"] == [{"kind": "eval", "epoch": 0, "ppl": "inf", "loss": "nan"}]
     assert (document["state"], document["returncode"]) == ("ok", 0)
@@ -1029,7 +1036,7 @@ def test_document_of_a_file_has_the_documented_shape(tmp_path: Path) -> None:
 
 
 def test_json_of_what_is_not_finite() -> None:
-    text = log.to_json({"a": [math.nan, -math.inf, 1e-08], "b": {"c": math.inf}})
+    text = documents.to_json({"a": [math.nan, -math.inf, 1e-08], "b": {"c": math.inf}})
     assert json.loads(text) == {"a": ["nan", "-inf", 1e-08], "b": {"c": "inf"}}
 
 
@@ -1040,7 +1047,7 @@ def test_lines_across_blocks_and_lines_without_end(tmp_path: Path) -> None:
         for step in range(60_000):
             file.write(loss.format(step))
         file.write("x" * 3_000_000 + "\n" + loss.format(60_000))
-    steps = [record["step"] for record in log.read_document(path)["records"]]
+    steps = [record["step"] for record in documents.read_document(path)["records"]]
     assert steps == list(range(60_001))
 
 
@@ -1051,17 +1058,17 @@ def test_run_folder(tmp_path: Path) -> None:
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "training.log").write_text("\n".join(lines) + "\n")
-    steps = log.read_run(tmp_path)["steps"]
+    steps = documents.read_run(tmp_path)["steps"]
     assert {name: (d["step"], d["state"]) for name, d in steps.items()} == {
         "sft": ("sft", "ok"),
         "ppo": ("ppo", "unknown"),
     }
     state = {"steps": {"sft": {"state": "running"}, "ppo": {"state": "running"}}}
     (tmp_path / "run.json").write_text(json.dumps(state))
-    steps = log.read_run(tmp_path)["steps"]
+    steps = documents.read_run(tmp_path)["steps"]
     assert (steps["sft"]["state"], steps["ppo"]["state"]) == ("ok", "running")
     (tmp_path / "run.json").write_text("[]")
-    assert log.read_run(tmp_path)["steps"]["ppo"]["state"] == "unknown"
+    assert documents.read_run(tmp_path)["steps"]["ppo"]["state"] == "unknown"
 
 
 # any bytes
@@ -1094,7 +1101,7 @@ FORMS = [
 @settings(max_examples=300)
 @given(st.binary(max_size=600))
 def test_any_bytes(content: bytes) -> None:
-    json.loads(log.to_json(read_bytes(content)))
+    json.loads(documents.to_json(read_bytes(content)))
 
 
 @settings(max_examples=300)
@@ -1106,7 +1113,7 @@ def test_any_mutilation_of_known_lines(data: st.DataObject) -> None:
     middle = data.draw(st.text(st.characters() | st.sampled_from("0123456789.:,=[]|"), max_size=9))
     document = read_bytes((text[:start] + middle + text[end:]).encode("utf-8", "surrogatepass"))
     assert document["state"] in ("ok", "failed", "unknown")
-    json.loads(log.to_json(document))
+    json.loads(documents.to_json(document))
 
 
 @pytest.mark.parametrize("word", ["ppl: 1.0", "\x1b]", "[", "Epoch: 0 ", "1%|", "\r", "│ ", ": "])
@@ -1122,7 +1129,7 @@ def test_numbers_too_long_for_python_are_no_numbers() -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, engine.training_log; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.log.documents; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=environment)
@@ -1133,16 +1140,16 @@ def test_a_full_disk_delays_a_line_and_loses_none_of_it(tmp_path: Path, monkeypa
     outcomes = iter([5, OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full")])
     real_write = os.write
 
-    def write(descriptor: int, content: bytes) -> int:
+    def write_partly(descriptor: int, content: bytes) -> int:
         outcome = next(outcomes, len(content))
         if isinstance(outcome, OSError):
             raise outcome
         return real_write(descriptor, content[:outcome])
 
-    monkeypatch.setattr(log, "_SECONDS_BETWEEN_LOOKS", 0.0)
-    monkeypatch.setattr(log.os, "write", write)
+    monkeypatch.setattr(write, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(write.os, "write", write_partly)
     with (tmp_path / "log").open("w") as stream:
-        log.write_line(stream, log.note("written once"))
+        write.write_line(stream, write.note("written once"))
     assert (tmp_path / "log").read_text() == "Note => written once\n"
 
 
@@ -1163,12 +1170,12 @@ def test_many_lines_at_once_read_as_one_by_one(data) -> None:
         "other text",
         "Epoch: 1, Step: 3, Rank: 0, loss = 0.5",
         TIMER.format(e2e=3.25) + RATES,
-        log.metrics(3, {"kl": 0.5}),
+        write.metrics(3, {"kl": 0.5}),
         "Metrics => step: 1, kl",
-        log.running_training(9),
+        write.running_training(9),
         LOSSES.format(step=7),
         SPEED[0],
-        log.throughput(1.429, 0.5, 77.3, 26.6, 16, 512),
+        write.throughput(1.429, 0.5, 77.3, 26.6, 16, 512),
         "Model Parameters: NA, Latency: xs, TFLOPs: 1, Samples/sec: 1, Time/seq 1s, "
         "Batch Size: 1, Sequence Length: 2",
         "average reward score: -2.0",
@@ -1178,7 +1185,7 @@ def test_many_lines_at_once_read_as_one_by_one(data) -> None:
     )
     lines = [line for piece in pieces for line in piece]
     offsets = range(0, 100 * len(lines), 100)
-    at_once, one_by_one = log.LogReader(), log.LogReader()
+    at_once, one_by_one = LogReader(), LogReader()
     records = list(at_once.feed_all(lines, offsets))
     slowly = [
         record for pair in zip(lines, offsets, strict=True) for record in one_by_one.feed(*pair)

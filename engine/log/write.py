@@ -1,0 +1,281 @@
+"""The lines that we write into training.log.
+
+With the wording of DeepSpeed-Chat, so that its users' scripts keep working: `running_training`,
+`beginning_of_epoch`, `saving_model`, `optimizer_step`, `evaluating`, `perplexity`, `step_loss`,
+`throughput`, `reward_scores`, `reward_scores_at`, `epoch_loss`, `dpo_scores`, `PPOStep`,
+`skipped_both`, `prompts_printed`, `answers_printed`; and with words of our own: `metrics`, `phase`,
+`note`, `warning`, `step_finished`. `engine.log.read` reads each of them back.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+# On a full disk, between two tries to write.
+_SECONDS_BETWEEN_LOOKS = 5.0
+
+
+SEPARATOR = "-" * 85
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """Put one line into the log by a single write, so that ranks never tear each other's lines."""
+    text = _one_line(line) + "\n"
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError):  # a stream in memory
+        stream.write(text)
+        return
+    stream.flush()
+    write_all(descriptor, text.encode("utf-8", "replace"))
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of `content`; on a full disk wait for room: a run pauses and is not lost."""
+    while content:
+        try:
+            content = content[os.write(descriptor, content) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _one_line(text: str) -> str:
+    return r"\n".join(text.splitlines())
+
+
+def _number_text(value: float | None) -> str:
+    if value is None:
+        return "NA"
+    return str(int(value)) if isinstance(value, int) else repr(float(value))
+
+
+def _short(value: float | None) -> str:
+    return _number_text(value) if value is None or isinstance(value, int) else f"{value:.6g}"
+
+
+def _tflops(value: float) -> str:
+    """Operations per second, which nobody knows (nan) for families without a known shape."""
+    return "NA" if math.isnan(value) else f"{value:.2f}"
+
+
+def running_training(total_iters: int | None = None) -> str:
+    """Header of the training loop; PPO tells its number of optimizer steps."""
+    told = "" if total_iters is None else f" (total_iters={total_iters})"
+    return f"***** Running training{told} *****"
+
+
+def beginning_of_epoch(epoch: int, epochs: int, batches: int, generation: bool = False) -> str:
+    """Start of an epoch, counted from 1, with its micro batches (PPO: generation batches)."""
+    kind = "Generation" if generation else "Micro"
+    return f"Beginning of Epoch {epoch}/{epochs}, Total {kind} Batches {batches}"
+
+
+def saving_model() -> str:
+    """Notice before the model folder is written."""
+    return "saving model ..."
+
+
+def optimizer_step(
+    step: int, skipped: int, learning_rates: Sequence[float], betas: Sequence[Sequence[float]]
+) -> str:
+    """An engine's optimizer steps so far, in DeepSpeed's wording.
+
+    In PPO the actor's line comes first, then the critic's of the same step.
+    """
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S,000")
+    rates = ", ".join(_number_text(float(rate)) for rate in learning_rates)
+    momentum = ", ".join(str(tuple(pair)) for pair in betas)
+    return (
+        f"[{stamp}] [INFO] [logging.py:96:log_dist] [Rank 0] "
+        f"step={step}, skipped={skipped}, lr=[{rates}], mom=[{momentum}]"
+    )
+
+
+def evaluating(what: str, epoch: int, epochs: int) -> str:
+    """Header of an evaluation: of `perplexity` (SFT), `reward` or, in DPO, `rewards`.
+
+    Epoch 0 is before training.
+    """
+    return f"***** Evaluating {what}, Epoch {epoch}/{epochs} *****"
+
+
+def perplexity(perplexity: float | None, loss: float | None) -> str:
+    """Result of an SFT evaluation, after its header; None where no row was held out."""
+    return f"ppl: {_number_text(perplexity)}, loss: {_number_text(loss)}"
+
+
+def step_loss(epoch: int, step: int, rank: int, loss: float) -> str:
+    """One rank's loss in one SFT step; epoch and step count from 0."""
+    return f"Epoch: {epoch}, Step: {step}, Rank: {rank}, loss = {_number_text(loss)}"
+
+
+def throughput(
+    parameters_b: float | None,
+    latency_s: float,
+    tflops: float,
+    samples_per_s: float,
+    batch_size: int,
+    sequence_length: int,
+) -> str:
+    """Speed of a micro batch in step 1 or 2; samples per second are those of one device.
+
+    `tflops` may be nan, where it is not known.
+    """
+    parameters = "NA" if parameters_b is None else f"{parameters_b:.3f} B"
+    return (
+        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {_tflops(tflops)}, "
+        f"Samples/sec: {samples_per_s:.2f}, Time/seq {latency_s / batch_size:.2f}s, "
+        f"Batch Size: {batch_size}, Sequence Length: {sequence_length}"
+    )
+
+
+def reward_scores(chosen: float | None, rejected: float | None, accuracy: float | None) -> str:
+    """Result of a reward evaluation, after its header; None where no pair was held out."""
+    return (
+        f"chosen_last_scores (higher is better) : {_number_text(chosen)}, "
+        f"rejected_last_scores (lower is better) : {_number_text(rejected)}, "
+        f"acc (higher is better) : {_number_text(accuracy)}"
+    )
+
+
+def reward_scores_at(
+    step: int, chosen: float | None, rejected: float | None, accuracy: float | None
+) -> str:
+    """Result of a reward evaluation in the middle of an epoch, at an optimizer step."""
+    margin = None if chosen is None or rejected is None else chosen - rejected
+    return (
+        f"Iter {step}: c_scores: {_number_text(chosen)}, r_scores: {_number_text(rejected)}, "
+        f"diff: {_number_text(margin)}, acc: {_number_text(accuracy)}"
+    )
+
+
+def epoch_loss(epoch: int, epochs: int, loss: float) -> str:
+    """Mean training loss of an epoch, counted from 1."""
+    return f"Epoch {epoch}/{epochs} with loss {_number_text(loss)}"
+
+
+def dpo_scores(chosen: float | None, rejected: float | None, loss: float | None) -> str:
+    """Result of a DPO evaluation, after its header; None where no pair was held out."""
+    return (
+        f"chosen: {_number_text(chosen)}, rejected: {_number_text(rejected)}, "
+        f"loss: {_number_text(loss)}"
+    )
+
+
+@dataclass(frozen=True)
+class PPOStep:
+    """What PPO tells of one generation step; rewards and samples are over all ranks.
+
+    `batch_size` and `samples_per_s` count the answers of all ranks; `parameters_b` are in billions,
+    `bandwidth_gb_s` in GB/s. That and the TFLOPs may be nan, where they are not known.
+    """
+
+    epoch: int
+    step: int
+    ppo_epoch: int
+    actor_loss: float
+    critic_loss: float
+    unsupervised_loss: float
+    reward: float
+    reward_ema: float
+    e2e_s: float
+    generate_s: float
+    train_s: float
+    tflops: float
+    generate_tflops: float
+    train_tflops: float
+    batch_size: int
+    sequence_length: int
+    answer_length_limit: int
+    bandwidth_gb_s: float = math.nan
+    actor_parameters_b: float | None = None
+    critic_parameters_b: float | None = None
+
+    def lines(self) -> list[str]:
+        """The block of lines, the dashes that close it included."""
+        actor, critic = (
+            "NA" if parameters is None else f"{parameters:.3f} B"
+            for parameters in (self.actor_parameters_b, self.critic_parameters_b)
+        )
+        bandwidth = -1.0 if math.isnan(self.bandwidth_gb_s) else self.bandwidth_gb_s
+        return [
+            f"Epoch: {self.epoch} | Step: {self.step} | PPO Epoch: {self.ppo_epoch} | "
+            f"Actor Loss: {_number_text(self.actor_loss)} | "
+            f"Critic Loss: {_number_text(self.critic_loss)} | "
+            f"Unsupervised Loss: {_number_text(self.unsupervised_loss)}",
+            f"End-to-End => Latency: {self.e2e_s:.2f}s, TFLOPs: {_tflops(self.tflops)}, "
+            f"Samples/sec: {self.batch_size / self.e2e_s:.2f}, "
+            f"Time/seq {self.e2e_s / self.batch_size:.2f}s, "
+            f"Batch Size: {self.batch_size}, Total Seq. Length: {self.sequence_length}",
+            f"Generation => Latency: {self.generate_s:.2f}s, "
+            f"Per-token Latency {self.generate_s / self.answer_length_limit * 1000:.2f} ms, "
+            f"TFLOPs: {_tflops(self.generate_tflops)}, BW: {bandwidth:.2f} GB/sec, "
+            f"Answer Seq. Length: {self.answer_length_limit}",
+            f"Training   => Latency: {self.train_s:.2f}s, TFLOPs: {_tflops(self.train_tflops)}",
+            f"Actor Model Parameters => {actor}, Critic Model Parameters => {critic}",
+            f"Average reward score: {_number_text(self.reward)} | "
+            f"EMA reward score: {_number_text(self.reward_ema)}",
+            SEPARATOR,
+        ]
+
+
+def skipped_both(actor: bool, critic: bool) -> str:
+    """Notice that an overflow of either engine made both skip their step."""
+    who = " and ".join(name for name, over in (("actor", actor), ("critic", critic)) if over)
+    return f"OVERFLOW: {who} overflow, skipping both actor and critic steps"
+
+
+def prompts_printed(step: int, rank: int, prompts: Sequence[str]) -> str:
+    """A batch of prompts. Never read back: such text may hold anything, also our own lines."""
+    return f"--- prompt --> step={step}, rank={rank}, {list(prompts)}"
+
+
+def answers_printed(step: int, rank: int, answers: Sequence[str]) -> str:
+    """The answers to `prompts_printed`, and like it never read back."""
+    return f"--- ans    --> step={step}, rank={rank}, {list(answers)}"
+
+
+def metrics(step: int, values: Mapping[str, float | None]) -> str:
+    """Any quantities of a step, by their names in metrics.jsonl (lower case, underscores).
+
+    Six digits are enough for a log; metrics.jsonl has them all.
+
+    Raises:
+        ValueError: a name that would not be read back.
+    """
+    for name in values:
+        if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in ("kind", "step", "offset"):
+            raise ValueError(
+                f"metric {name!r}: use lower case and underscores, not kind, step or offset"
+            )
+    pairs = [f"step: {step}", *(f"{name}: {_short(x)}" for name, x in values.items())]
+    return f"Metrics => {', '.join(pairs)}"
+
+
+def phase(name: str, percent: int | None = None) -> str:
+    """What the step is busy with before or between training, such as `tokenising`."""
+    return f"Phase => {_one_line(name)}" + ("" if percent is None else f" {percent} %")
+
+
+def note(text: str) -> str:
+    """Something a person should know."""
+    return f"Note => {_one_line(text)}"
+
+
+def warning(text: str) -> str:
+    """Something a person should look after."""
+    return f"Warning => {_one_line(text)}"
+
+
+def step_finished(model: str) -> str:
+    """The last line of a step, with the folder of its model."""
+    return f"Step finished => model: {_one_line(model)}"
