@@ -72,24 +72,27 @@ class KeyValueCache:
         """Forget all positions from `length` on."""
         self.length = min(self.length, length)
 
-    def keep_rows(self, keep: list[int]) -> list[int]:
-        """Drop all rows but `keep`, an ascending list; the last rows move into the gaps.
+    def keep_rows(self, keep: Tensor, count: int) -> Tensor:
+        """Drop all rows but those marked in `keep`; the last rows move into the gaps.
+
+        Args:
+            keep: bool `(rows,)`.
+            count: how many are marked, which the host cannot know without waiting for the device.
 
         Returns:
-            for each row now, the row that it was before.
+            for each row now, the row that it was before, int64 `(count,)` on the device of `keep`.
         """
-        order = keep[:]
-        kept = set(keep)
-        gaps = [row for row in range(len(keep)) if row not in kept]
-        movers = [row for row in keep if row >= len(keep)]
-        if gaps:
-            for buffers in (self._keys, self._values):
-                for buffer in buffers:
-                    buffer[gaps, :, : self.length] = buffer[movers, :, : self.length]
-        moved = dict(zip(gaps, movers, strict=True))
-        order = [moved.get(row, row) for row in range(len(keep))]
-        self._rows = len(keep)
-        return order
+        # Both are ascending rows that stay in their places, then gaps here and movers there.
+        places = keep[:count].int().argsort(descending=True, stable=True)
+        sources = keep.int().argsort(descending=True, stable=True)[:count]
+        # There are at most so many gaps; a row that is copied too much is copied onto itself.
+        moves = min(count, len(keep) - count)
+        if moves:
+            for buffer in (*self._keys, *self._values):
+                to, source = (x[-moves:].to(buffer.device) for x in (places, sources))
+                buffer[to, :, : self.length] = buffer[source, :, : self.length]
+        self._rows = count
+        return torch.empty_like(places).scatter_(0, places, sources)
 
     def _allocate(self, like: Tensor) -> Tensor:
         return self._empty(like, self._rows, like.shape[1], self._capacity, like.shape[3])

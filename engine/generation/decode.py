@@ -142,7 +142,8 @@ def _decode(
     eos = torch.tensor(() if sampling.ignore_eos else sampling.eos_ids, device=device).long()
     positions = (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
     mask = torch.cat((attention_mask, attention_mask.new_ones(batch, limit)), dim=1)
-    padded = bool((attention_mask == 0).any())
+    has_padding = (attention_mask == 0).any(dim=1)
+    padded = bool(has_padding.any())
     prompts = without_padding(input_ids, attention_mask)
     rows = torch.arange(batch, device=device)
     cache.start(batch, width + limit - 1)
@@ -163,14 +164,17 @@ def _decode(
         step += 1
         if step == limit:
             break
-        unfinished = ~torch.isin(tokens, eos)
-        if not unfinished.all():
-            keep = unfinished.nonzero().squeeze(1).tolist()
-            if not keep:
+        if len(eos):
+            unfinished = ~torch.isin(tokens, eos)
+            # The one wait for the device in a step.
+            left, left_padded = torch.stack((unfinished, unfinished & has_padding)).sum(1).tolist()
+            if not left:
                 break
-            order = torch.tensor(cache.keep_rows(keep), device=device)
-            rows, tokens, positions, mask = (x[order] for x in (rows, tokens, positions, mask))
-            padded = padded and bool((mask == 0).any())
+            if left < len(rows):
+                order = cache.keep_rows(unfinished, left)
+                rows, tokens, positions = rows[order], tokens[order], positions[order]
+                mask, has_padding = mask[order], has_padding[order]
+                padded = left_padded > 0
         positions = positions + 1
         seen = mask[:, : cache.length + 1] if padded else None
         logits = decoder.step(tokens.unsqueeze(1), positions, seen, cache)

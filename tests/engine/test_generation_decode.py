@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from host_reads import HostReads
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     BloomConfig,
@@ -187,6 +191,45 @@ def test_finished_rows_are_dropped_and_nothing_runs_past_the_last_eos(name: str)
     # Step k of the loop computes the rows that still need a token at index k.
     expected = [sum(length > step for length in lengths) for step in range(max(lengths))]
     assert decoder.rows == expected
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_step_waits_for_the_device_once_at_most(ignore_eos: bool) -> None:
+    ids, mask = prompts(6)
+    reads, seen = HostReads(), []
+
+    class Noting(Counting):
+        def step(self, *arguments: Any) -> Tensor:
+            seen.append(reads.counts.total())
+            return super().step(*arguments)
+
+    decoder = Noting(build_decoder(build("llama"), rows=24))
+    with reads:
+        decode(decoder, ids, mask, dataclasses.replace(SAMPLING, ignore_eos=ignore_eos), seeded())
+    assert len(decoder.rows) > 5
+    assert (len(set(decoder.rows)) > 2) != ignore_eos
+    assert max(after - before for before, after in itertools.pairwise(seen)) == (not ignore_eos)
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_kept_rows_of_a_cache_are_what_they_were(marks: list[bool]) -> None:
+    keep = torch.tensor(marks)
+    cache = KeyValueCache()
+    cache.start(len(marks), capacity=4)
+    keys, values = torch.randn(2, len(marks), 2, 3, 5).unbind()
+    for layer in range(2):
+        cache.update(layer, keys + layer, values - layer)
+    cache.advance(3)
+    order = cache.keep_rows(keep, sum(marks))
+    assert sorted(order.tolist()) == [row for row, kept in enumerate(marks) if kept]
+    # Only rows from beyond the new end move: copies of keys and values cost memory traffic.
+    assert all(order[row] == row for row in range(len(order)) if marks[row])
+    new = torch.randn(len(order), 2, 1, 5)
+    for layer in range(2):
+        found = cache.update(layer, new, new)
+        for held, before in zip(found, (keys + layer, values - layer), strict=True):
+            assert torch.equal(held, torch.cat((before[order], new), dim=2))
 
 
 def test_answers_do_not_depend_on_the_rows_beside_them() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed import DeepSpeedEngine
+from host_reads import HostReads
 from small_run import configuration, with_empty_answers
-from torch.overrides import TorchFunctionMode
 
 from engine.algorithms.log_probs import token_log_probs
 from engine.trainers.context import StepContext
@@ -253,31 +251,6 @@ def test_mixture_loss_changes_the_actor_but_not_its_number_of_steps(run, tmp_pat
     assert not torch.equal(results["on"][1], results["off"][1])
 
 
-class HostReads(TorchFunctionMode):
-    """Counts calls that make the host wait for the device, outside of the models' own forward."""
-
-    NAMES = (
-        *("__bool__", "__float__", "__index__", "__int__", "item", "tolist"),
-        *("cpu", "numpy", "masked_select", "nonzero"),
-    )
-
-    def __init__(self, *engines: DeepSpeedEngine) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self._in_forward = False
-        for engine in engines:
-            engine.module.register_forward_pre_hook(lambda *_: self._enter(True))
-            engine.module.register_forward_hook(lambda *_: self._enter(False))
-
-    def _enter(self, in_forward: bool) -> None:
-        self._in_forward = in_forward
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function.__name__ in self.NAMES and not self._in_forward:
-            self.counts[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_more_micro_batches_read_nothing_more_from_the_device(run, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text((json.dumps({"text": "the sun is hot and the sea is wet. " * 40}) + "\n") * 20)
@@ -288,7 +261,7 @@ def test_more_micro_batches_read_nothing_more_from_the_device(run, tmp_path):
         )
         experience = first_experience(trainer)
         stats = UpdateStats()
-        counter = HostReads(trainer.engine.actor, trainer.engine.critic)
+        counter = HostReads(trainer.engine.actor.module, trainer.engine.critic.module)
         minibatch = next(trainer.minibatches(experience))
         with counter:
             trainer.update(experience, minibatch, stats)
@@ -308,7 +281,7 @@ def test_more_micro_batches_of_pairs_bring_nothing_more_to_the_host(run, tmp_pat
             f"reward.micro_batch_size={micro}", f"models.sft={run}/step1-sft/model"
         )
         trainer = RewardTrainer(StepContext.create(config, tmp_path / str(micro), "reward"))
-        with HostReads(trainer.engine) as counter:
+        with HostReads(trainer.engine.module) as counter:
             trainer.train_step(0, trainer.batches.epoch(0)[0])
         copies.append(counter.counts["cpu"])
     assert copies[0] == copies[1]
