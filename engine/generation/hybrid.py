@@ -6,7 +6,7 @@ cost neither a gathering nor a second product. Training finds every tensor as it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine.generation import plain
 from engine.generation.cache import KeyValueCache
 from engine.generation.decode import Decoder, ModuleDecoder, decode
 from engine.generation.packed import (
+    GatherFailed,
     PackedDecoder,
     effective_weight,
     gathered,
@@ -126,7 +127,11 @@ class HybridEngine:
         self._weights.close()
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor, sampling: Sampling) -> None:
-        """Compare greedy tokens with the model as training sees it; a collective."""
+        """Compare greedy tokens with the model as training sees it; a collective.
+
+        Ranks agree after each part that may fail on one of them alone, since all must go the same
+        way into the next collective.
+        """
         greedy = Sampling(
             max_new_tokens=min(_CHECK_TOKENS, sampling.max_new_tokens),
             eos_ids=sampling.eos_ids,
@@ -134,33 +139,38 @@ class HybridEngine:
             greedy=True,
             ignore_eos=True,
         )
-        # A family may fail in any way under a cache that is not its own.
-        try:
+        results: list[Generation] = []
+
+        def answer() -> None:
             with self._weights_at_hand() as decoder:
-                result = decode(decoder, input_ids, attention_mask, greedy)
-            # Its weights, as large as the model, must be gone before they are taken again.
-            del decoder
-        except Exception as error:
-            reason: str | None = f"{type(error).__name__}: {error}"
-        else:
-            reason = self._difference(input_ids, attention_mask, result)
+                results.append(decode(decoder, input_ids, attention_mask, greedy))
+
         self._checked = True
-        self.off_reason = _agreed(reason)
+        self.off_reason = _failure_on_any_rank(answer)
+        if self.off_reason is not None:
+            return
+        # A failure of the model's own forward is not caught: plain generation would fail as well.
+        logits = self._own_logits(input_ids, attention_mask, results[0].answers)
+        self.off_reason = _failure_on_any_rank(self._difference, logits, results[0])
+        del logits
         if self._pinned and self.enabled:
-            self._take_weights()
+            self.off_reason = _failure_on_any_rank(self._take_weights)
+            if not self.enabled:
+                self._give_back_weights()
 
     @torch.no_grad()
-    def _difference(
-        self, input_ids: Tensor, attention_mask: Tensor, result: Generation
-    ) -> str | None:
-        """What sets the tokens apart from the likeliest under the model's own forward."""
-        whole = torch.cat((input_ids, result.answers), dim=1)
-        mask = torch.cat((attention_mask, torch.ones_like(result.answers)), dim=1)
+    def _own_logits(self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        """Logits that predict the answers under the model's own forward; a collective."""
+        whole = torch.cat((input_ids, answers), dim=1)
+        mask = torch.cat((attention_mask, torch.ones_like(answers)), dim=1)
         inputs: dict[str, Any] = {"input_ids": whole, "attention_mask": mask}
         if ModuleDecoder(plain.causal_lm(self.model)).takes_positions:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         with plain.evaluation_mode(self.model):
-            logits = self.model(**inputs).logits[:, input_ids.shape[1] - 1 : -1].float()
+            return self.model(**inputs).logits[:, input_ids.shape[1] - 1 : -1].float()
+
+    def _difference(self, logits: Tensor, result: Generation) -> str | None:
+        """What sets the tokens apart from the likeliest under the model's own logits."""
         chosen = logits.gather(2, result.answers.unsqueeze(2)).squeeze(2)
         behind = logits.amax(dim=2) - chosen
         log_probs = chosen - logits.logsumexp(dim=2)
@@ -182,8 +192,25 @@ class HybridEngine:
         return None
 
 
-def _agreed(reason: str | None) -> str | None:
-    """One verdict for all ranks: a reason if any rank has one."""
+def _failure_on_any_rank(attempt: Callable[..., object], *arguments: object) -> str | None:
+    """Why an attempt failed on any rank, the same for all; None if on none. A collective.
+
+    Args:
+        attempt: fails with an exception or by returning the reason as a string. It may hold
+            gathers of ZeRO-3 if it runs through all of them even when it fails.
+        arguments: of the attempt.
+
+    Raises:
+        GatherFailed: other ranks may wait in that gather, so that no agreement can be had.
+    """
+    # A family may fail in any way under a cache that is not its own.
+    try:
+        outcome = attempt(*arguments)
+        reason = outcome if isinstance(outcome, str) else None
+    except GatherFailed:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return reason
     reasons: list[str | None] = [None] * dist.get_world_size()

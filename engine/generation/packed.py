@@ -10,7 +10,7 @@ a training step, and ranks whose answers differ in length would disagree on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,17 +29,65 @@ class UnsupportedModel(ValueError):
     """The model has a part that the packed decoders do not know."""
 
 
+class GatherFailed(RuntimeError):
+    """This rank could not gather parameters while others may wait in the gather: nothing can go on.
+
+    A failure within the gathered section is no such thing: it concerns this rank alone.
+    """
+
+
 @contextmanager
 def gathered(*modules: nn.Module) -> Iterator[None]:
-    """Hold the whole parameters of modules that ZeRO-3 has sharded; a collective there."""
-    parameters = [p for module in modules for p in module.parameters() if hasattr(p, "ds_id")]
-    if not parameters:
-        yield
-        return
-    import deepspeed
+    """Hold the whole parameters of modules that ZeRO-3 has sharded; a collective there.
 
-    with deepspeed.zero.GatheredParameters(parameters):
+    Raises:
+        GatherFailed: see there.
+    """
+    parameters = [p for module in modules for p in module.parameters() if hasattr(p, "ds_id")]
+    with ExitStack() as stack:
+        if parameters:
+            import deepspeed
+
+            try:
+                stack.enter_context(deepspeed.zero.GatheredParameters(parameters))
+            except Exception as error:
+                raise GatherFailed(f"gathering parameters of ZeRO-3: {error}") from error
         yield
+
+
+class _Reading:
+    """Reads a model part by part, each gathered while it is read.
+
+    Other ranks wait in every gather: a rank that fails to read one part still gathers the rest.
+
+    Attributes:
+        error: what failed first; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, read: Callable[..., Any], *modules: nn.Module) -> Any:
+        """What `read` makes of the modules; None after a failure."""
+        with gathered(*modules):
+            if self.error is not None:
+                return None
+            try:
+                return read(*modules)
+            except Exception as error:
+                self.error = error
+                return None
+
+    def finish(self) -> None:
+        """Raise what failed, now that all parts were gathered."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Else the error and this frame, which its traceback holds, would keep each other and
+            # the weights read so far.
+            del error
 
 
 def effective_weight(module: Any) -> Tensor:
@@ -327,52 +375,59 @@ class PackedDecoder:
         packer = Packer(first.dtype, first.device, rows, copy, hasattr(first, "ds_id"))
         self.dtype = packer.dtype
         self.device = first.device
+        reading = _Reading()
         with torch.no_grad():
             if model.config.model_type == "opt":
-                self._read_opt(model.model.decoder, packer)
+                self._read_opt(model.model.decoder, packer, reading)
             else:
-                self._read_llama(model.model, packer)
-            self._read_embeddings(model, packer)
+                self._read_llama(model.model, packer, reading)
+            self._read_embeddings(model, packer, reading)
+        reading.finish()
 
-    def _read_opt(self, decoder: Any, packer: Packer) -> None:
+    def _read_layers(self, layers: Any, kind: type[_Layer], packer: Packer, read: _Reading) -> None:
         self.layers: list[Any] = []
-        for layer in decoder.layers:
-            with gathered(layer):
-                self.layers.append(_OptLayer(layer, packer))
+        for layer in layers:
+            self.layers.append(read(lambda module: kind(module, packer), layer))
+            if read.error is not None:
+                # The gathers that are left need memory.
+                self.layers.clear()
+
+    def _read_opt(self, decoder: Any, packer: Packer, read: _Reading) -> None:
+        self._read_layers(decoder.layers, _OptLayer, packer, read)
         self.project_in, self.project_out = (
-            self._optional(module, packer.linear)
+            None if module is None else read(packer.linear, module)
             for module in (decoder.project_in, decoder.project_out)
         )
-        self.norm = self._optional(decoder.final_layer_norm, lambda m: _layer_norm(m, packer))
-        with gathered(decoder.embed_positions):
-            self.positions = packer.tensor(effective_weight(decoder.embed_positions))
+        self.norm = None
+        if decoder.final_layer_norm is not None:
+            self.norm = read(lambda module: _layer_norm(module, packer), decoder.final_layer_norm)
+        self.positions = read(
+            lambda module: packer.tensor(effective_weight(module)), decoder.embed_positions
+        )
         self.position_offset = decoder.embed_positions.offset
         self.rotary: Any = None
 
-    def _read_llama(self, decoder: Any, packer: Packer) -> None:
-        self.layers = []
-        for layer in decoder.layers:
-            with gathered(layer):
-                self.layers.append(_LlamaLayer(layer, packer))
+    def _read_llama(self, decoder: Any, packer: Packer, read: _Reading) -> None:
+        self._read_layers(decoder.layers, _LlamaLayer, packer, read)
         self.project_in = self.project_out = None
-        self.norm = self._optional(decoder.norm, lambda m: _rms_norm(m, packer))
+        self.norm = read(lambda module: _rms_norm(module, packer), decoder.norm)
         self.positions = None
         # The method and not the module: a call would run into ZeRO-3's hooks.
         self.rotary = decoder.rotary_emb.forward
         self.rotary_rows: tuple[Tensor, Tensor] | None = None
 
-    def _read_embeddings(self, model: Any, packer: Packer) -> None:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        with gathered(embedding, head):
-            self.embedding = packer.tensor(effective_weight(embedding))
-            self.head = packer.linear(head)
-
-    @staticmethod
-    def _optional(module: Any, read: Callable[[Any], Projection]) -> Projection | None:
-        if module is None:
-            return None
-        with gathered(module):
-            return read(module)
+    def _read_embeddings(self, model: Any, packer: Packer, read: _Reading) -> None:
+        # In one gather, as both may be the same parameter.
+        both = read(
+            lambda embedding, head: (
+                packer.tensor(effective_weight(embedding)),
+                packer.linear(head),
+            ),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+        )
+        if both is not None:
+            self.embedding, self.head = both
 
     def _rotary(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of positions `(rows, new)` below `end`."""

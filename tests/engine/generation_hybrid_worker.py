@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from test_generation_hybrid import GREEDY, SAMPLING, build, prompts, seeded
 
 from engine.config.schema import HybridEngineConfig
+from engine.generation import hybrid as hybrid_module
+from engine.generation import packed
 from engine.generation.hybrid import HybridEngine
 from engine.generation.plain import generate
 
@@ -23,6 +28,17 @@ CASES = [
     (3, "opt", True, torch.bfloat16, False),
     (3, "llama", True, torch.float32, True),
     (3, "gpt2", True, torch.float32, False),
+]
+# Family, and which call of what fails on the last rank, while ZeRO-3 has sharded the weights.
+FAILURES = [
+    ("llama", packed._LlamaLayer, "__init__", 1),
+    ("llama", packed.Packer, "tensor", 6),
+    ("llama", packed.PackedDecoder, "step", 3),
+    ("llama", HybridEngine, "_difference", 1),
+    # the model has two layers: the check has passed, and the rollout reads them again
+    ("llama", packed._LlamaLayer, "__init__", 3),
+    ("gpt2", hybrid_module, "effective_weight", 2),
+    ("gpt2", hybrid_module.ModuleDecoder, "step", 2),
 ]
 
 
@@ -101,13 +117,40 @@ def run(stage: int, family: str, lora: bool, dtype: torch.dtype, unpin: bool) ->
     assert losses == expected_losses, (losses, expected_losses)
 
 
+def run_failure(family: str, owner: Any, name: str, call: int) -> None:
+    """All ranks go on plain, with the reason, and can train on."""
+    engine = train_engine(3, family, True, torch.float32)
+    hybrid = HybridEngine(engine, HybridEngineConfig(enabled=True))
+    ids, mask = prompts()
+    plain = generate(engine.module, ids, mask, GREEDY)
+    original, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise MemoryError("made to fail")
+        return original(*arguments)
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(owner, name, failing) if last else nullcontext():
+        with hybrid.rollout():
+            answers = hybrid.generate(ids, mask, GREEDY)
+        assert not last or next(calls) > call, "nothing was made to fail"
+    assert hybrid.off_reason == "MemoryError: made to fail", hybrid.off_reason
+    assert torch.equal(answers.answers, plain.answers)
+    step(engine, 0)
+
+
 def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    # Ranks that wait for one that failed end with an error.
+    deepspeed.init_distributed(timeout=timedelta(minutes=1))
     for case in CASES:
         run(*case)
         # One write a line: two ranks share the stream.
         os.write(1, f"rank {dist.get_rank()} case {case} passed\n".encode())
+    for failure in FAILURES if dist.get_world_size() > 1 else ():
+        run_failure(*failure)
+        os.write(1, f"rank {dist.get_rank()} failure {failure} passed\n".encode())
     os.write(1, b"all cases passed\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -28,7 +28,7 @@ from transformers import (
 from engine.config.schema import HybridEngineConfig
 from engine.generation import hybrid as hybrid_module
 from engine.generation.hybrid import HybridEngine
-from engine.generation.packed import PackedDecoder
+from engine.generation.packed import GatherFailed, PackedDecoder
 from engine.generation.plain import generate
 from engine.generation.sampling import Sampling
 
@@ -208,6 +208,21 @@ def test_a_decoder_that_fails_switches_it_off(monkeypatch: pytest.MonkeyPatch) -
         assert engine.generate(ids, mask, SAMPLING).answers.shape[0] == 5
     assert engine.off_reason == "NotImplementedError: no such cache"
     assert same(before, state(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_gather_that_fails_is_no_verdict(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may wait in it: switched off, this rank would run into another collective."""
+
+    def fail(parameters: list[Any]) -> None:
+        raise MemoryError(f"no room for {len(parameters)} parameters")
+
+    monkeypatch.setattr("deepspeed.zero.GatheredParameters", fail)
+    model = build(family, lora=False)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number
+    with pytest.raises(GatherFailed, match="no room for"):
+        HybridEngine(model).generate(*prompts(), SAMPLING)
 
 
 def test_there_are_never_two_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
