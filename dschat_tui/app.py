@@ -19,6 +19,7 @@ from textual.screen import Screen
 
 from dschat_tui import hangup, keys
 from dschat_tui.logs.source import Source, SourceError, find_source
+from dschat_tui.runs.state import RUNNING, unknown_run_state
 from dschat_tui.screens.base import DashboardScreen
 from dschat_tui.screens.dialogs import Question
 from dschat_tui.screens.help import PAGES_WIDTH, HelpRows, Pages
@@ -169,8 +170,8 @@ class Dashboard(App[None]):
 def one_goes_on(folder: Path) -> bool:
     """Whether a run in a folder goes on, by what its supervisor wrote last."""
     for file in folder.glob("*/run.json"):
-        state = find_source(file.parent).read_state() or {}
-        if state.get("state") == "running" and time.time() - state.get("updated", 0) < LOST_SECONDS:
+        state = find_source(file.parent).read_state() or unknown_run_state()
+        if state["state"] == RUNNING and time.time() - state["updated"] < LOST_SECONDS:
             return True
     return False
 

@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 from dschat_tui.runs import gates
+from dschat_tui.runs.control import Described
 from dschat_tui.runs.results import duration, summary_text
+from dschat_tui.runs.state import RunState, steps_of
 from dschat_tui.widgets.text import clean
 from engine.config.steps import STEPS
 
@@ -28,13 +30,10 @@ def aligned(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def summary(state: dict[str, Any]) -> str:
+def summary(state: RunState) -> str:
     """What each step of a run came to, and the gates that it missed, from its run.json."""
     rows = []
-    for step in STEPS:
-        record = state["steps"].get(step.name)
-        if record is None:
-            continue
+    for step, record in steps_of(state):
         seconds = (record["ended"] or 0) - (record["started"] or 0)
         rows.append(
             [
@@ -44,16 +43,16 @@ def summary(state: dict[str, Any]) -> str:
                 summary_text(step.name, record["metrics"]),
             ]
         )
-    missed = [f"gate: {plain(gates.told_whole(record))}" for record in gates.records(state)]
+    missed = [f"gate: {plain(gates.told_whole(record))}" for record in gates.known(state)]
     return "\n".join([aligned(["step", "state", "time", "result"], rows), *missed])
 
 
-def runs(described: list[dict[str, Any]]) -> str:
+def runs(described: list[Described]) -> str:
     """Runs, a line each: name, state, steps, when it changed, where."""
     rows = []
     for item in described:
         state = item["state"]
-        updated = state.get("updated")
+        updated = state["updated"]
         rows.append(
             [
                 plain(item["name"]),
@@ -66,7 +65,7 @@ def runs(described: list[dict[str, Any]]) -> str:
     return aligned(["run", "state", "steps", "changed", "folder"], rows)
 
 
-def run(described: dict[str, Any]) -> str:
+def run(described: Described) -> str:
     """One run: its steps, checkpoints, cause of failure, changes, and what to do next."""
     state, path = described["state"], plain(described["path"])
     lines = [f"{path}: {described['standing']}"]
@@ -78,12 +77,12 @@ def run(described: dict[str, Any]) -> str:
         if found:
             told = ", ".join(str(number) for number in found)
             lines.append(f"checkpoints of step {step.number} after: {told}")
-        cause = state["steps"].get(step.name, {}).get("cause")
+        cause = state["steps"][step.name]["cause"] if step.name in state["steps"] else None
         if cause:
             lines += [f"cause: {cause['id']}", f"  {plain(cause['line'])}", f"  {cause['advice']}"]
     lines += [
         f"changed on resuming: {plain(str(c['key']))}: {c['before']} -> {c['after']}"
-        for c in state.get("changes", [])
+        for c in state["changes"]
     ]
     if described["standing"] == "paused":
         lines.append(f'go on regardless: dschat runs resume {path} --accept "REASON"')

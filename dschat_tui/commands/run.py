@@ -153,18 +153,19 @@ def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     from dschat_tui import app
     from dschat_tui.logs.source import find_source
     from dschat_tui.runs import control, watch
+    from dschat_tui.runs.state import unknown_run_state
 
     source = find_source(run.path)
     code = app.show(app.Dashboard(source, leads_to="the summary, then a chat with the result"))
     if code:
         return code  # a signal ended it
-    state = run.read_state() or {}
+    state = run.read_state() or unknown_run_state()
     goes_on = process.poll() is None or control.has_supervisor(state)
-    if goes_on and not (state.get("stop") or run.stop_request.exists()):
+    if goes_on and not (state["stop"] or run.stop_request.exists()):
         watch.tell_detached(run)
         return 0
     code = watch.watch(run, process if process.poll() is None else None, json_output=False)
-    if code == 0 and watch.can_talk(run.read_state() or {}):
+    if code == 0 and watch.can_talk(run.read_state() or unknown_run_state()):
         from dschat_tui.commands.chat import chat
 
         chat(str(run.path))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dschat_tui.runs.state import RunState, parse_run_state, unknown_run_state
 from engine.config.steps import BY_FOLDER, PIPELINES, STEPS
 
 # the key of a log whose step only its lines tell
@@ -27,17 +26,16 @@ class Source:
     rollouts: Path
     state_file: Path | None = None
 
-    def read_state(self) -> dict[str, Any] | None:
+    def read_state(self) -> RunState | None:
         """The content of run.json; None where there is none that can be read."""
         return None if self.state_file is None else _read_state(self.state_file)
 
 
-def _read_state(file: Path) -> dict[str, Any] | None:
+def _read_state(file: Path) -> RunState | None:
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        return parse_run_state(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return state if isinstance(state, dict) and isinstance(state.get("steps"), dict) else None
 
 
 def find_source(path: Path) -> Source:
@@ -56,7 +54,7 @@ def find_source(path: Path) -> Source:
     steps = {step.name: path / step.folder for step in STEPS}
     state_file = path / "run.json"
     if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
-        begun = (_read_state(state_file) or {"steps": {}})["steps"]
+        begun = (_read_state(state_file) or unknown_run_state())["steps"]
         is_dpo = "dpo" in begun or steps["dpo"].is_dir()
         names = PIPELINES["dpo" if is_dpo else "ppo"]
         logs: dict[str, Path] = {step: steps[step] / "training.log" for step in names}

@@ -5,21 +5,35 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from dschat_tui.runs.folder import PENDING, RUNNING, RunFolder, is_alive
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.identity import is_alive
 from dschat_tui.runs.processes import leftovers
+from dschat_tui.runs.state import RUNNING, ProcessIdentity, RunState, unknown_run_state
 from dschat_tui.runs.supervisor import SAVE_SECONDS
 from engine.config.steps import STEPS
 
 # What a listing says of a run whose run.json says running, and whose supervisor is gone.
 LOST = "lost"
 RUNS_FOLDER = Path("output")
-# A supervisor takes this long to start, at most, before it counts as gone.
-START_SECONDS = 30.0
+
+
+class Described(TypedDict):
+    """What `dschat runs` reports of a run.
+
+    `standing` is its state as it is, `problem` what is wrong with an unreadable run.json,
+    `checkpoints` the steps at which each step has one.
+    """
+
+    name: str
+    path: str
+    standing: str
+    problem: str | None
+    checkpoints: dict[str, list[int]]
+    state: RunState
 
 
 class NotRunning(ValueError):
@@ -58,24 +72,28 @@ def find_runs(places: Iterable[Path]) -> list[RunFolder]:
     return [RunFolder(file.parent) for _, file in sorted(there, reverse=True)]
 
 
-def has_supervisor(state: dict[str, Any]) -> bool:
+def supervisor_of(state: RunState | None) -> ProcessIdentity | None:
+    """The supervisor that run.json names, where it is alive on this machine."""
+    if state is None or not is_alive(state["supervisor"]):
+        return None
+    return state["supervisor"]
+
+
+def has_supervisor(state: RunState | None) -> bool:
     """Whether the supervisor that run.json names is alive on this machine."""
-    return is_alive(state.get("supervisor"))
+    return supervisor_of(state) is not None
 
 
-def standing(state: dict[str, Any]) -> str:
+def standing(state: RunState) -> str:
     """The state of a run as it is: `running` in run.json is `lost` without a supervisor."""
-    told = str(state.get("state"))
-    if told not in (RUNNING, PENDING) or has_supervisor(state):
-        return told
-    starting = told == PENDING and time.time() - state.get("updated", 0) < START_SECONDS
-    return told if starting or told == PENDING else LOST
+    lost = state["state"] == RUNNING and not has_supervisor(state)
+    return LOST if lost else state["state"]
 
 
-def describe(run: RunFolder) -> dict[str, Any]:
+def describe(run: RunFolder) -> Described:
     """What `dschat runs` reports of a run; of an unreadable one its path and what is wrong."""
     try:
-        state = run.read_state() or {"steps": {}, "state": "unknown"}
+        state = run.read_state() or unknown_run_state()
     except (OSError, ValueError) as error:
         return {
             "name": run.path.name,
@@ -83,9 +101,9 @@ def describe(run: RunFolder) -> dict[str, Any]:
             "standing": "unreadable",
             "problem": str(error),
             "checkpoints": {},
-            "state": {"steps": {}},
+            "state": unknown_run_state(),
         }
-    checkpoints = {
+    checkpoints: dict[str, list[int]] = {
         step.name: [manifest["step"] for manifest in run.checkpoints(step)] for step in STEPS
     }
     return {
@@ -106,8 +124,7 @@ def ask_to_stop(run: RunFolder, save_seconds: float = SAVE_SECONDS) -> None:
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
-    state = run.read_state() or {}
-    if not has_supervisor(state):
+    if not has_supervisor(run.read_state()):
         raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
     if run.stop_request.exists():
         end_now(run)
@@ -121,10 +138,10 @@ def end_now(run: RunFolder) -> None:
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
-    state = run.read_state() or {}
-    if not has_supervisor(state):
+    supervisor = supervisor_of(run.read_state())
+    if supervisor is None:
         raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
-    os.kill(int(state["supervisor"]["pid"]), signal.SIGTERM)
+    os.kill(supervisor["pid"], signal.SIGTERM)
 
 
 def delete(run: RunFolder) -> list[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+from dschat_tui.runs.state import Cause
 from engine.log.causes import RETURN_CODES
 from engine.log.read import LogReader
 
 LONGEST_LINE = 400
 
 
-def find_cause(
-    log: Path, returncode: int | None, incomplete: list[str], offset: int = 0
-) -> dict[str, str]:
-    """The cause as `{"id", "line", "advice"}`.
+def find_cause(log: Path, returncode: int | None, incomplete: list[str], offset: int = 0) -> Cause:
+    """Why a step failed.
 
     Args:
         log: of the step.
@@ -27,7 +27,7 @@ def find_cause(
         for line in file:
             reader.feed(line.decode("utf-8", "replace").rstrip("\r\n"))
     reader.finish()
-    cause = reader.cause
+    cause = cast("Cause | None", reader.cause)
     if cause is not None and cause["id"] != "unknown":
         return cause
     if returncode in RETURN_CODES:

@@ -6,44 +6,21 @@ import fcntl
 import json
 import os
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from dschat_tui.runs.state import (
+    PENDING,
+    RunState,
+    in_order,
+    new_run_state,
+    new_step_state,
+    parse_run_state,
+)
 from engine.config import layout
-from engine.config.steps import STEPS, Step
-
-PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
-# of a run alone: it waits at a gate between two steps
-PAUSED = "paused"
-
-# psutil derives start times from the boot time, which shifts a little when the clock is corrected
-START_TIME_TOLERANCE_SECONDS = 1.0
-
-
-def process_identity(pid: int) -> dict[str, Any] | None:
-    """Pid and start time (seconds since the epoch) of a living process, or None."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return {"pid": pid, "started": process.create_time()}
-    except psutil.NoSuchProcess:
-        return None
-
-
-def is_alive(identity: dict[str, Any] | None) -> bool:
-    """Whether the process recorded as `{"pid", "started"}` still runs, and is the same process."""
-    if identity is None:
-        return False
-    now = process_identity(int(identity["pid"]))
-    if now is None:
-        return False
-    return abs(now["started"] - identity["started"]) <= START_TIME_TOLERANCE_SECONDS
+from engine.config.steps import Step
 
 
 class RunIsHeld(RuntimeError):
@@ -91,25 +68,22 @@ class RunFolder:
                 raise RunIsHeld(f"{self.path}: another process looks after this run") from error
             yield
 
-    def read_state(self) -> dict[str, Any] | None:
+    def read_state(self) -> RunState | None:
         """The content of run.json, or None where there is no run yet.
 
         Raises:
-            ValueError: run.json is not a JSON object.
+            ValueError: run.json is damaged.
         """
         try:
             text = self.state_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         try:
-            state = json.loads(text)
+            return parse_run_state(text)
         except ValueError as error:
-            raise ValueError(f"{self.state_file} is not JSON: {error}") from error
-        if not isinstance(state, dict):
-            raise ValueError(f"{self.state_file} holds a {type(state).__name__}, not an object")
-        return state
+            raise ValueError(f"{self.state_file} cannot be read: {error}") from error
 
-    def write_state(self, state: dict[str, Any]) -> None:
+    def write_state(self, state: RunState) -> None:
         """Replace run.json atomically: a reader sees the old state or the new one, whole."""
         content = json.dumps({**state, "updated": time.time()}, indent=2, allow_nan=False)
         self._replace(self.state_file, content + "\n")
@@ -137,22 +111,15 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
             raise
 
-    def create(self, config_yaml: str, profile: str, steps: list[Step]) -> dict[str, Any]:
+    def create(self, config_yaml: str, profile: str, steps: Iterable[Step]) -> RunState:
         """Write run.yaml and a run.json with `steps` pending; steps already there are kept."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.write_config(config_yaml)
-        state = self.read_state() or {
-            "version": 1,
-            "id": uuid.uuid4().hex,
-            "profile": profile,
-            "created": time.time(),
-            "steps": {},
-        }
+        state = self.read_state() or new_run_state(profile)
         for step in steps:
             state["steps"][step.name] = new_step_state(step)
-        order = [step.name for step in STEPS]
-        state["steps"] = dict(sorted(state["steps"].items(), key=lambda item: order.index(item[0])))
-        state |= {"state": PENDING, "supervisor": None}
+        state["steps"] = in_order(state["steps"])
+        state["state"], state["supervisor"] = PENDING, None
         self.write_state(state)
         return state
 
@@ -164,19 +131,3 @@ def next_free(parent: Path, name: str) -> Path:
         number += 1
         folder = parent / f"{name}-{number}"
     return folder
-
-
-def new_step_state(step: Step) -> dict[str, Any]:
-    """The record in run.json of a step that has not begun."""
-    return {
-        "state": PENDING,
-        "folder": step.folder,
-        "command": None,
-        "process": None,
-        "started": None,
-        "ended": None,
-        "returncode": None,
-        "log_offset": 0,
-        "cause": None,
-        "metrics": {},
-    }

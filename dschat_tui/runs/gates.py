@@ -12,11 +12,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_tui.runs.folder import DONE
-from dschat_tui.runs.results import Record
+from dschat_tui.runs.state import DONE, FinalMetrics, GateRecord, RunState, has_state
 from engine.config.loading import get_value
 from engine.config.schema import RunConfig
-from engine.config.steps import STEPS, StepName
+from engine.config.steps import BY_NAME, StepName
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,11 @@ GATES = (
     Gate("gates.reward_margin", "reward", "margin", "margin", False),
 )
 _BY_KEY = {gate.key: gate for gate in GATES}
-_FIELDS = {"gate", "step", "reading", "threshold", "action", "time", "accepted"}
 
 
-def missed(config: RunConfig, step: str, metrics: Record) -> list[Record]:
+def missed(config: RunConfig, step: str, metrics: FinalMetrics) -> list[GateRecord]:
     """Records of the gates that a step's final metrics do not reach; one without a reading is."""
-    found = []
+    found: list[GateRecord] = []
     for gate in GATES:
         threshold = get_value(config, gate.key)
         if gate.step != step or threshold is None:
@@ -69,36 +67,31 @@ def _reaches(reading: Any, threshold: float, is_upper: bool) -> bool:
     return reading <= threshold if is_upper else reading >= threshold
 
 
-def records(state: Record) -> list[Record]:
-    """The gates that a run missed, as run.json has them; what is not understood is left out."""
-    found = state.get("gates")
-    return [
-        record
-        for record in (found if isinstance(found, list) else [])
-        if isinstance(record, dict) and set(record) >= _FIELDS and record["gate"] in _BY_KEY
-    ]
+def known(state: RunState) -> list[GateRecord]:
+    """The gates that a run missed, without those that this version does not have."""
+    return [record for record in state["gates"] if record["gate"] in _BY_KEY]
 
 
-def waiting(state: Record) -> list[Record]:
+def waiting(state: RunState) -> list[GateRecord]:
     """The gates of a run's finished steps that wait for a reason to go on."""
     return [
         record
-        for record in records(state)
+        for record in known(state)
         if record["action"] == "pause"
         and record["accepted"] is None
-        and state["steps"].get(record["step"], {}).get("state") == DONE
+        and has_state(state, record["step"], DONE)
     ]
 
 
-def accept(record: Record, reason: str) -> None:
+def accept(record: GateRecord, reason: str) -> None:
     """Note that the run goes on regardless of a gate."""
     record["accepted"] = {"time": time.time(), "reason": reason}
 
 
-def told(record: Record) -> str:
+def told(record: GateRecord) -> str:
     """What a gate's record says, as one line for a person."""
     gate = _BY_KEY[record["gate"]]
-    step = next(step for step in STEPS if step.name == record["step"])
+    step = BY_NAME[record["step"]]
     head, reading = f"step {step.number} ({step.title}): {gate.title}", record["reading"]
     if not isinstance(reading, (int, float)) or math.isnan(reading):
         found = "was not measured" if reading is None else f"is {reading}"
@@ -107,7 +100,7 @@ def told(record: Record) -> str:
     return f"{head} {reading:.4g} is {side} {record['threshold']:g} ({gate.key})"
 
 
-def told_whole(record: Record) -> str:
+def told_whole(record: GateRecord) -> str:
     """The same with what became of it."""
     if record["accepted"] is not None:
         return f"{told(record)}; gone on: {record['accepted']['reason']}"

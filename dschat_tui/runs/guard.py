@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any
 
-from dschat_tui.runs.folder import RUNNING, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.processes import end_leftovers, note_lost_supervisor
+from dschat_tui.runs.state import RUNNING, ProcessIdentity
 
 
-def start_guard(run: RunFolder, supervisor: dict[str, Any], grace_seconds: float) -> None:
+def start_guard(run: RunFolder, supervisor: ProcessIdentity, grace_seconds: float) -> None:
     """Fork the guard of the calling process, whose identity is `supervisor`.
 
     Call it before this process becomes a subreaper, so that the guard is no child of it. The
@@ -36,7 +36,7 @@ def start_guard(run: RunFolder, supervisor: dict[str, Any], grace_seconds: float
         os._exit(0)
 
 
-def _end_run_of(run: RunFolder, supervisor: dict[str, Any], grace_seconds: float) -> None:
+def _end_run_of(run: RunFolder, supervisor: ProcessIdentity, grace_seconds: float) -> None:
     if not run.state_file.exists():
         return
     with run.lock(wait=True):

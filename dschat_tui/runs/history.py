@@ -10,10 +10,10 @@ from typing import Any
 from dschat_tui import tables
 from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
-from dschat_tui.runs.folder import FAILED, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.results import was_evaluated
+from dschat_tui.runs.state import FAILED, RunState, steps_of
 from engine.config.loading import ConfigError, read_yaml
-from engine.config.steps import STEPS
 
 ABSENT = "-"
 
@@ -44,33 +44,27 @@ def history(folder: Path) -> list[PastRun]:
 def _past(run: RunFolder) -> PastRun:
     described = control.describe(run)
     state = described["state"]
-    try:
-        return PastRun(
-            path=run.path,
-            standing=described["standing"],
-            steps=tuple(str(record["state"]) for record in state["steps"].values()),
-            updated=state.get("updated"),
-            result=described["problem"] or _result(state),
-            details=tuple(tables.run(described).split("\n")),
-            is_stopping=bool(state.get("stop")),
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        # JSON, but not as this version of dschat writes it
-        told = f"run.json is not understood: {error!r}"
-        return PastRun(run.path, "unreadable", (), None, told, (told,))
+    return PastRun(
+        path=run.path,
+        standing=described["standing"],
+        steps=tuple(record["state"] for record in state["steps"].values()),
+        updated=state["updated"] or None,
+        result=described["problem"] or _result(state),
+        details=tuple(tables.run(described).split("\n")),
+        is_stopping=state["stop"] is not None,
+    )
 
 
-def _result(state: Mapping[str, Any]) -> str:
-    parts = [f"waits: {gates.told(record)}" for record in gates.waiting(dict(state))]
-    for step in STEPS:
-        record = state["steps"].get(step.name, {})
+def _result(state: RunState) -> str:
+    parts = [f"waits: {gates.told(record)}" for record in gates.waiting(state)]
+    for step, record in steps_of(state):
         title, metric = step.headline
-        metrics = record.get("metrics", {})
+        metrics = record["metrics"]
         if metrics.get(metric) is not None:
             parts.append(f"{title} {_short(metrics[metric])}")
         elif was_evaluated(metrics):
             parts.append(f"{title} {NOT_MEASURED}")
-        if record.get("state") == FAILED and record.get("cause"):
+        if record["state"] == FAILED and record["cause"]:
             parts.append(f"{record['cause']['id']}: {record['cause']['line']}")
     return ", ".join(parts)
 
@@ -80,13 +74,13 @@ def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, l
     return _differing([dict(_leaves(config)) for config in configs])
 
 
-def final_metrics(states: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def final_metrics(states: Sequence[RunState]) -> list[tuple[str, list[str]]]:
     """The final metrics of all steps, each with its value in every run."""
     tables_of_runs = [
         {
             f"{step.title}: {name.replace('_', ' ')}": _short(value)
-            for step in STEPS
-            for name, value in state["steps"].get(step.name, {}).get("metrics", {}).items()
+            for step, record in steps_of(state)
+            for name, value in record["metrics"].items()
         }
         for state in states
     ]

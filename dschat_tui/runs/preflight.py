@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui import memory_plan
-from dschat_tui.runs import hosts, launch
-from dschat_tui.runs.folder import DONE, PENDING, RUNNING, RunFolder, is_alive
+from dschat_tui.runs import control, hosts, launch
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
 from engine.config.deepspeed import Role
 from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
@@ -249,7 +250,7 @@ def _positions(folder: Path) -> int | None:
     return None
 
 
-def _existing_state(run: RunFolder, reasons: list[str]) -> dict[str, Any] | None:
+def _existing_state(run: RunFolder, reasons: list[str]) -> RunState | None:
     try:
         return run.read_state()
     except (OSError, ValueError) as error:
@@ -257,18 +258,18 @@ def _existing_state(run: RunFolder, reasons: list[str]) -> dict[str, Any] | None
         return None
 
 
-def _steps_done(run: RunFolder, state: dict[str, Any] | None, config: RunConfig) -> set[int]:
-    records = (state or {}).get("steps", {})
+def _steps_done(run: RunFolder, state: RunState | None, config: RunConfig) -> set[int]:
     return {
         step.number
         for step in pipeline(config.alignment)
-        if records.get(step.name, {}).get("state") == DONE
+        if state is not None
+        and has_state(state, step.name, DONE)
         and all(folders.is_complete_model(f) for f in run.model_folders(step, config.ema.enabled))
     }
 
 
 def _check_folder(
-    config: RunConfig, run: RunFolder, steps: list[Step], state: dict[str, Any] | None
+    config: RunConfig, run: RunFolder, steps: list[Step], state: RunState | None
 ) -> list[str]:
     path = run.path
     if path.exists() and not path.is_dir():
@@ -292,19 +293,20 @@ def _check_folder(
 
 
 def _check_additional(
-    config: RunConfig, run: RunFolder, steps: list[Step], state: dict[str, Any]
+    config: RunConfig, run: RunFolder, steps: list[Step], state: RunState
 ) -> list[str]:
     """A run takes steps that it has not begun, under its own configuration."""
     path = run.path
-    if state.get("state") == RUNNING and is_alive(state.get("supervisor")):
+    supervisor = control.supervisor_of(state)
+    if state["state"] == RUNNING and supervisor is not None:
         return [
-            f"--output {path}: this run is going on (process {state['supervisor']['pid']}). "
+            f"--output {path}: this run is going on (process {supervisor['pid']}). "
             "Wait for its end, or choose another --output"
         ]
     begun = [
         f"{step.name} ({state['steps'][step.name]['state']})"
         for step in steps
-        if state.get("steps", {}).get(step.name, {}).get("state", PENDING) != PENDING
+        if step.name in state["steps"] and not has_state(state, step.name, PENDING)
     ]
     if begun:
         return [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import psutil
 
-from dschat_tui.runs.folder import FAILED, RUNNING, RunFolder, is_alive
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.identity import is_alive
+from dschat_tui.runs.state import FAILED, RUNNING, RunState
 
 # In the environment of every process of a run; its value is the id in run.json.
 RUN_MARK = "DSCHAT_RUN"
@@ -15,14 +16,14 @@ POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0
 
 
-def leftovers(state: dict[str, Any]) -> list[psutil.Process]:
+def leftovers(state: RunState) -> list[psutil.Process]:
     """Living processes of a run's steps: leaders as recorded, and all that carry its mark."""
     found = {}
     for record in state["steps"].values():
-        if is_alive(record["process"]):
-            process = psutil.Process(int(record["process"]["pid"]))
+        if record["process"] and is_alive(record["process"]):
+            process = psutil.Process(record["process"]["pid"])
             found[process.pid] = process
-    mark = state.get("id")
+    mark = state["id"]
     if mark is not None:
         for process in psutil.process_iter():
             if _mark_of(process) == mark:
@@ -30,7 +31,7 @@ def leftovers(state: dict[str, Any]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def end_leftovers(state: dict[str, Any], grace_seconds: float) -> list[int]:
+def end_leftovers(state: RunState, grace_seconds: float) -> list[int]:
     """End what a run without supervisor left: SIGTERM, a grace, SIGKILL; the pids that survive.
 
     psutil compares the start time of a process before each signal, so none is taken for another.
@@ -55,20 +56,17 @@ def end_leftovers(state: dict[str, Any], grace_seconds: float) -> list[int]:
     return []
 
 
-def note_lost_supervisor(run: RunFolder, state: dict[str, Any]) -> None:
+def note_lost_supervisor(run: RunFolder, state: RunState) -> None:
     """Write into run.json that a run failed because its supervisor vanished."""
-    pid = (state["supervisor"] or {}).get("pid")
+    pid = state["supervisor"]["pid"] if state["supervisor"] else None
     for record in state["steps"].values():
         if record["state"] == RUNNING:
-            record |= {
-                "state": FAILED,
-                "ended": time.time(),
-                "cause": {
-                    "id": "supervisor_lost",
-                    "line": f"the supervisor of this run, process {pid}, was killed",
-                    "advice": "The processes of the step were ended. Go on after the last "
-                    f"checkpoint: dschat run --resume {run.path}",
-                },
+            record["state"], record["ended"] = FAILED, time.time()
+            record["cause"] = {
+                "id": "supervisor_lost",
+                "line": f"the supervisor of this run, process {pid}, was killed",
+                "advice": "The processes of the step were ended. Go on after the last "
+                f"checkpoint: dschat run --resume {run.path}",
             }
     state["state"] = FAILED
     run.write_state(state)

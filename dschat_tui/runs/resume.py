@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_tui.runs import gates, preflight
-from dschat_tui.runs.control import has_supervisor
+from dschat_tui.runs.control import supervisor_of
 from dschat_tui.runs.fixes import Assignments, fix_for
-from dschat_tui.runs.folder import DONE, FAILED, PENDING, RunFolder, new_step_state
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal, changed_keys
 from dschat_tui.runs.processes import end_leftovers
+from dschat_tui.runs.state import DONE, FAILED, PENDING, RunState, has_state, new_step_state
 from dschat_tui.runs.supervisor import GRACE_SECONDS
 from engine.config import layout
 from engine.config.loading import (
@@ -91,10 +92,11 @@ def prepare_resume(
         raise Refusal([f"{run.path} cannot go on: {error}"]) from error
     if state is None:
         raise Refusal([f"{run.path} cannot go on: it holds no run.json"])
-    if has_supervisor(state):
+    supervisor = supervisor_of(state)
+    if supervisor is not None:
         raise Refusal(
             [
-                f"{run.path} is going on (process {state['supervisor']['pid']}). "
+                f"{run.path} is going on (process {supervisor['pid']}). "
                 f"See it: dschat runs attach {run.path}"
             ]
         )
@@ -124,16 +126,15 @@ def prepare_resume(
     return Resumption(run, config, left, changes, under_way if anew else None, past)
 
 
-def mending_change(run: RunFolder, state: dict[str, Any], config: RunConfig) -> Assignments:
+def mending_change(run: RunFolder, state: RunState, config: RunConfig) -> Assignments:
     """What `--fix` sets for the failure of a run.
 
     Raises:
         Refusal: it did not fail, or no option mends the cause.
     """
     for step in STEPS:
-        record = state["steps"].get(step.name, {})
-        if record.get("state") == FAILED and record.get("cause"):
-            cause = record["cause"]
+        cause = state["steps"][step.name]["cause"] if has_state(state, step.name, FAILED) else None
+        if cause is not None:
             change = fix_for(cause["id"], config, step.name)
             if change:
                 return change
@@ -147,7 +148,7 @@ def _is_done(run: RunFolder, step: Step) -> bool:
     """Whether run.json and the model folders agree that a step is done."""
     state = run.read_state()
     config = resolve(read_yaml(run.config_file), str(run.config_file))
-    if state is None or state["steps"][step.name]["state"] != DONE:
+    if state is None or not has_state(state, step.name, DONE):
         return False
     return all(map(is_complete_model, run.model_folders(step, config.ema.enabled)))
 
@@ -183,7 +184,7 @@ def _check_changes(
 
 def _pass_gates(
     run: RunFolder,
-    state: dict[str, Any],
+    state: RunState,
     config: RunConfig,
     left: list[Step],
     changes: list[Change],
@@ -241,9 +242,10 @@ def apply(resumption: Resumption) -> None:
         for record in gates.waiting(state):
             if record["gate"] in resumption.past:
                 gates.accept(record, resumption.past[record["gate"]])
-        state.setdefault("changes", []).extend(
+        state["changes"].extend(
             {"time": time.time(), "key": c.key, "before": c.before, "after": c.after}
             for c in resumption.changes
         )
         run.write_config(to_yaml(resumption.config))
-        run.write_state({**state, "state": PENDING, "supervisor": None, "stop": None})
+        state["state"], state["supervisor"], state["stop"] = PENDING, None, None
+        run.write_state(state)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from dschat_tui.runs import control
-from dschat_tui.runs.folder import RUNNING, RunFolder
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.processes import leftovers
 from dschat_tui.runs.results import duration
+from dschat_tui.runs.state import RUNNING, RunState
 from dschat_tui.runs.supervisor import SAVE_SECONDS
 
 POLL_SECONDS = 0.2
 SECONDS_BETWEEN_NOTES = 10.0
 
 
-def stopping_text(state: dict[str, Any], requests: int, key: str) -> str:
+def stopping_text(state: RunState, requests: int, key: str) -> str:
     """What happens to a run that was asked to stop so many times, and what `key` does now."""
     if requests > 1:
         return f"ending its processes ({key} again: at once)"
     limit = SAVE_SECONDS
-    asked = state.get("stop")
+    asked = state["stop"]
     if asked:
         limit = max(0.0, asked["asked"] + asked["limit_seconds"] - time.time())
     return f"saving a checkpoint, {duration(limit)} at most ({key} again: without)"
@@ -39,8 +39,8 @@ def stop(run: RunFolder, now: bool, limit_seconds: float, note: Callable[[str], 
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
-    state = run.read_state() or {}
-    if not control.has_supervisor(state):
+    state = run.read_state()
+    if state is None or not control.has_supervisor(state):
         raise control.NotRunning(f"{run.path}: no supervisor of this run is alive")
     if now:
         note("ending its processes: SIGTERM, 15 s of grace, SIGKILL")

@@ -18,25 +18,27 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from dschat_tui.runs import gates, launch
 from dschat_tui.runs.failures import find_cause
-from dschat_tui.runs.folder import (
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.guard import start_guard
+from dschat_tui.runs.identity import own_identity, process_identity
+from dschat_tui.runs.processes import RUN_MARK
+from dschat_tui.runs.results import final_metrics
+from dschat_tui.runs.state import (
     DONE,
     FAILED,
     PAUSED,
     PENDING,
     RUNNING,
     STOPPED,
-    RunFolder,
-    process_identity,
+    Cause,
+    RunState,
+    StepState,
 )
-from dschat_tui.runs.guard import start_guard
-from dschat_tui.runs.processes import RUN_MARK
-from dschat_tui.runs.results import final_metrics
 from engine.config.loading import load_config
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS, Step
@@ -90,8 +92,8 @@ class Supervisor:
         state = run.read_state()
         if state is None:
             raise FileNotFoundError(f"{run.state_file} does not exist; `dschat run` makes it")
-        self.state: dict[str, Any] = state
-        if "id" in state:
+        self.state: RunState = state
+        if state["id"] is not None:
             self.environment = {**environment, RUN_MARK: state["id"]}
 
     def run(self) -> str:
@@ -100,18 +102,17 @@ class Supervisor:
         Raises:
             RunIsHeld: another supervisor runs it.
         """
-        own_identity = process_identity(os.getpid())
-        assert own_identity is not None
         # before the lock, which a forked process would share
-        start_guard(self.run_folder, own_identity, self.grace_seconds)
+        start_guard(self.run_folder, own_identity(), self.grace_seconds)
         with self.run_folder.lock(wait=False):
-            return self._run(own_identity)
+            return self._run()
 
-    def _run(self, own_identity: dict[str, Any]) -> str:
+    def _run(self) -> str:
         _adopt_orphans()
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self.state |= {"state": RUNNING, "supervisor": own_identity, "stop": None}
+        self.state["state"], self.state["stop"] = RUNNING, None
+        self.state["supervisor"] = own_identity()
         self._save()
         outcome = DONE
         for step in STEPS:
@@ -127,7 +128,7 @@ class Supervisor:
                 outcome = self._run_step(step, record)
             if outcome != DONE:
                 break
-        self.state |= {"state": outcome, "stop": None}
+        self.state["state"], self.state["stop"] = outcome, None
         self._save()
         self.run_folder.stop_request.unlink(missing_ok=True)
         return outcome
@@ -174,19 +175,15 @@ class Supervisor:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
-    def _run_step(self, step: Step, record: dict[str, Any]) -> str:
+    def _run_step(self, step: Step, record: StepState) -> str:
         folder = self.run_folder.step_folder(step)
         folder.mkdir(parents=True, exist_ok=True)
         command = self.command_of(step)
         log_path = self.run_folder.training_log(step)
         # what stands in the log before was said by an earlier attempt
         offset = log_path.stat().st_size if log_path.exists() else 0
-        record |= {
-            "state": RUNNING,
-            "command": command,
-            "started": time.time(),
-            "log_offset": offset,
-        }
+        record["state"], record["started"] = RUNNING, time.time()
+        record["command"], record["log_offset"] = command, offset
         self._save()
         try:
             with log_path.open("ab", buffering=0) as log:
@@ -201,7 +198,7 @@ class Supervisor:
                     preexec_fn=os.setpgrp,
                 )
         except OSError as error:
-            cause = {
+            cause: Cause | None = {
                 "id": "missing_program",
                 "line": str(error),
                 "advice": "install dschat with its dependencies into this environment",
@@ -222,7 +219,7 @@ class Supervisor:
             if not is_complete_model(path)
         ]
         if returncode == 0 and not missing:
-            earlier = [gate for gate in gates.records(self.state) if gate["step"] != step.name]
+            earlier = [gate for gate in self.state["gates"] if gate["step"] != step.name]
             missed = gates.missed(self.config, step.name, record["metrics"])
             self.state["gates"] = earlier + missed
             return self._end_step(record, DONE, returncode, None)
@@ -233,17 +230,13 @@ class Supervisor:
 
     def _end_step(
         self,
-        record: dict[str, Any],
+        record: StepState,
         outcome: str,
         returncode: int | None,
-        cause: dict[str, str] | None,
+        cause: Cause | None,
     ) -> str:
-        record |= {
-            "state": outcome,
-            "ended": time.time(),
-            "returncode": returncode,
-            "cause": cause,
-        }
+        record["state"], record["ended"] = outcome, time.time()
+        record["returncode"], record["cause"] = returncode, cause
         self._save()
         return outcome
 

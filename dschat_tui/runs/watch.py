@@ -20,8 +20,18 @@ from dschat_tui import hangup, tables
 from dschat_tui.logs.follow import Follower
 from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import DONE, FAILED, PAUSED, RUNNING, STOPPED, RunFolder, RunIsHeld
+from dschat_tui.runs.folder import RunFolder, RunIsHeld
 from dschat_tui.runs.results import duration
+from dschat_tui.runs.state import (
+    DONE,
+    FAILED,
+    PAUSED,
+    RUNNING,
+    STOPPED,
+    RunState,
+    steps_of,
+    unknown_run_state,
+)
 from engine.config.steps import STEPS, Step
 from engine.log.read import LogReader
 
@@ -114,7 +124,7 @@ class Watch:
     def __init__(self, run: RunFolder, supervisor: subprocess.Popen[bytes] | None = None) -> None:
         self.run = run
         self.supervisor = supervisor
-        self.state: dict[str, Any] = run.read_state() or {}
+        self.state = run.read_state() or unknown_run_state()
         self.progress: StepProgress | None = None
         self.stop_requests = 0
         self.interrupts = 0
@@ -148,7 +158,7 @@ class Watch:
     def _supervised(self) -> bool:
         if self.supervisor is not None:
             return self.supervisor.poll() is None
-        return control.has_supervisor(self.run.read_state() or {})
+        return control.has_supervisor(self.run.read_state())
 
     def _is_guarded(self) -> bool:
         """Whether a guard is ending what a killed supervisor left, and will write run.json."""
@@ -194,14 +204,14 @@ class Watch:
 
     def is_stopping(self) -> bool:
         """Whether this or another process asked the run to stop."""
-        return self.stop_requests > 0 or bool(self.state.get("stop"))
+        return self.stop_requests > 0 or self.state["stop"] is not None
 
     def _final_state(self) -> str:
         # a request may reach the supervisor before it has begun anything, and end it
         if self.stop_requests and self.running_step() is None and self.state["state"] != DONE:
             self.state["state"] = STOPPED
             self.run.write_state(self.state)
-        return str(self.state["state"])
+        return self.state["state"]
 
 
 def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_output: bool) -> int:
@@ -252,12 +262,9 @@ def tell_detached(run: RunFolder) -> None:
     print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
 
 
-def can_talk(state: dict[str, Any]) -> bool:
+def can_talk(state: RunState) -> bool:
     """Whether a step is done whose model can be talked with."""
-    records = state.get("steps", {})
-    return any(
-        records.get(step.name, {}).get("state") == DONE for step in STEPS if step.chat_models
-    )
+    return any(step.chat_models and record["state"] == DONE for step, record in steps_of(state))
 
 
 def _ask(watched: Watch) -> str:
@@ -279,12 +286,11 @@ def _ask(watched: Watch) -> str:
     return "stop"
 
 
-def _explain(run: RunFolder, state: dict[str, Any]) -> str:
+def _explain(run: RunFolder, state: RunState) -> str:
     """One line on stderr: why the run is not done."""
-    for step in STEPS:
-        record = state["steps"].get(step.name, {})
-        if record.get("state") == FAILED:
-            cause = record["cause"]
+    for step, record in steps_of(state):
+        cause = record["cause"]
+        if record["state"] == FAILED and cause is not None:
             return (
                 f"dschat: step {step.number} ({step.title}) failed, {cause['id']}: "
                 f"{tables.plain(cause['line'])} -- {cause['advice']} Log: {run.training_log(step)}"
@@ -301,8 +307,9 @@ def _explain(run: RunFolder, state: dict[str, Any]) -> str:
             "dschat: stopped; nothing of the run is left running. Go on: dschat run --resume "
             + shlex.quote(_shown_path(run.path))
         )
-    running = [r["process"]["pid"] for r in state["steps"].values() if r["state"] == RUNNING]
-    left = f"; its process group {running[0]} may still run" if running else ""
+    running = [r["process"] for r in state["steps"].values() if r["state"] == RUNNING]
+    leader = next(filter(None, running), None)
+    left = f"; its process group {leader['pid']} may still run" if leader else ""
     said = tables.plain(last_line(run.supervisor_log))
     return f"dschat: the run's supervisor is gone ({said}){left}. See {run.supervisor_log}"
 
@@ -327,13 +334,13 @@ class _Lines:
         self.watched = watched
         self.shown = ("", "")
         self.warnings = 0
-        self.gates = len(gates.records(watched.state))
+        self.gates = len(gates.known(watched.state))
         self.last = 0.0
         print(f"run: {watched.run.path}", file=sys.stderr)
 
     def __call__(self) -> None:
         progress = self.watched.progress
-        missed = gates.records(self.watched.state)
+        missed = gates.known(self.watched.state)
         for record in missed[self.gates :]:
             print(f"gate: {gates.told(record)}", file=sys.stderr)
         self.gates = len(missed)
@@ -395,10 +402,7 @@ class _LivePicture:
         watched = self.watched
         grid = Table.grid(padding=(0, 2))
         colours = {DONE: "green", RUNNING: "cyan", FAILED: "red", STOPPED: "yellow"}
-        for step in STEPS:
-            record = watched.state["steps"].get(step.name)
-            if record is None:
-                continue
+        for step, record in steps_of(watched.state):
             started = record["started"]
             seconds = (record["ended"] or time.time()) - started if started else None
             bar: RenderableType = ""
@@ -417,8 +421,10 @@ class _LivePicture:
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
         if watched.progress is not None and watched.progress.warnings:
             lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
-        for record in gates.records(watched.state):
-            lines.append(Text(f"gate: {gates.told_whole(record)}", style="yellow"))
+        lines += [
+            Text(f"gate: {gates.told_whole(gate)}", style="yellow")
+            for gate in gates.known(watched.state)
+        ]
         if watched.is_stopping():
             lines.append(Text(watched.stopping_text(), style="yellow"))
         return Group(*lines)

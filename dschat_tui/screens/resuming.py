@@ -34,20 +34,21 @@ class Proposal:
 def propose(path: Path, accept: str | None = None) -> Proposal:
     """Look at how a run can go on; `accept` is why it goes past a gate."""
     from dschat_tui.runs import gates, resume
-    from dschat_tui.runs.folder import FAILED, RunFolder
+    from dschat_tui.runs.folder import RunFolder
     from dschat_tui.runs.preflight import Refusal
+    from dschat_tui.runs.state import FAILED, RUNNING, unknown_run_state
 
     run = RunFolder(path)
     proposal = Proposal()
     try:
-        state = run.read_state() or {"steps": {}}
+        state = run.read_state() or unknown_run_state()
     except (OSError, ValueError) as error:
         return Proposal(reasons=[str(error)])
-    if accept is None and state.get("state") != "running":
+    if accept is None and state["state"] != RUNNING:
         proposal.gates = [gates.told(record) for record in gates.waiting(state)]
     if proposal.gates:
         return proposal
-    has_failed = any(record.get("state") == FAILED for record in state["steps"].values())
+    has_failed = any(record["state"] == FAILED for record in state["steps"].values())
     for key, fix in (("f", True), ("y", False)):
         if fix and not has_failed:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.logs.source import ONE_LOG, Source
+from dschat_tui.runs.state import PAUSED, RUNNING, RunState, StepState, has_state, unknown_run_state
 from dschat_tui.screens.charts import ChartKeys
 from dschat_tui.screens.contents import (
     ANSWER_COLUMNS,
@@ -113,7 +114,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.models: dict[str, LogModel] = {}
         self.changed: dict[str, float] = {}
         self.rollouts = Rollouts(source.rollouts)
-        self.state: dict[str, Any] | None = None
+        self.state: RunState | None = None
         self.problem = ""
         self.chosen: str | None = None
         self.tab = "charts"
@@ -220,7 +221,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         if self.chosen in self.source.logs:
             return str(self.chosen)
         for key in logs:
-            if (self._record(key) or {}).get("state") == "running":
+            if has_state(self._run_state, key, RUNNING):
                 return key
         told = [key for key in logs if key in self.models and self.models[key].status.lines]
         latest = max((self.changed.get(key, 0.0) for key in told), default=0.0)
@@ -241,15 +242,17 @@ class RunScreen(ChartKeys, ResumingScreen):
         told = None if model is None else model.status.step
         return told or ("sft" if key == ONE_LOG else key)
 
-    def _record(self, key: str) -> dict[str, Any] | None:
-        steps = (self.state or {}).get("steps", {})
-        record = steps.get(key)
-        return record if isinstance(record, dict) else None
+    @property
+    def _run_state(self) -> RunState:
+        return self.state or unknown_run_state()
+
+    def _record(self, key: str) -> StepState | None:
+        return self._run_state["steps"].get(key)
 
     def _state_of(self, key: str) -> str:
         record = self._record(key)
-        if record is not None and isinstance(record.get("state"), str):
-            return str(record["state"])
+        if record is not None:
+            return record["state"]
         model = self.models.get(key)
         if model is None or not model.status.lines:
             return "pending"
@@ -263,12 +266,12 @@ class RunScreen(ChartKeys, ResumingScreen):
     @property
     def run_goes_on(self) -> bool:
         """Whether run.json says that the run goes on."""
-        return (self.state or {}).get("state") == "running"
+        return self._run_state["state"] == RUNNING
 
     @property
     def is_stopping(self) -> bool:
         """Whether the run goes on, and this or another process asked it to stop."""
-        return self.run_goes_on and bool(self.stops_asked or (self.state or {}).get("stop"))
+        return self.run_goes_on and bool(self.stops_asked or self._run_state["stop"])
 
     # drawing
 
@@ -296,9 +299,9 @@ class RunScreen(ChartKeys, ResumingScreen):
             draw[self.tab](model)
 
     def _missed_gates(self) -> list[Verdict]:
-        if self.speed is not None or not (self.state or {}).get("gates"):
+        if self.speed is not None or not self._run_state["gates"]:
             return []
-        from dschat_tui.runs.gates import records, told
+        from dschat_tui.runs.gates import known, told
 
         return [
             Verdict(
@@ -311,7 +314,7 @@ class RunScreen(ChartKeys, ResumingScreen):
                 if record["accepted"] is None
                 else f"reached; gone on: {record['accepted']['reason']}",
             )
-            for record in records(self.state or {})
+            for record in known(self._run_state)
             if record["step"] == self.key
         ]
 
@@ -339,17 +342,17 @@ class RunScreen(ChartKeys, ResumingScreen):
         if len(path) > room:
             path = self.glyphs.cut + path[-room:]
         row: Row = [(f" {path}", "strong")]
-        state = (self.state or {}).get("state") or self._state_of(self.key)
+        state = self.state["state"] if self.state else self._state_of(self.key)
         if self.speed is not None:
             state = f"replay {self.speed:g}x"
         if self.is_stopping:
             from dschat_tui.runs.stopping import stopping_text
 
-            told = stopping_text(self.state or {}, self.stops_asked, "x")
+            told = stopping_text(self._run_state, self.stops_asked, "x")
             row.append((f"{dot}{told}", "warn"))
         else:
             row.append((f"{dot}{state}", "text"))
-        if self.run_goes_on and time.time() - (self.state or {}).get("updated", 0) > LOST_SECONDS:
+        if self.run_goes_on and time.time() - self._run_state["updated"] > LOST_SECONDS:
             row.append((f"{dot}no sign of its supervisor", "warn"))
         leads_to = getattr(self.app, "leads_to", "")
         if leads_to and state == "done":
@@ -371,10 +374,10 @@ class RunScreen(ChartKeys, ResumingScreen):
     def _step_view(self, key: str) -> StepView:
         model = self.models.get(key) or LogModel()
         status = model.status
-        step, record, state = self._step_of(key), self._record(key) or {}, self._state_of(key)
+        step, record, state = self._step_of(key), self._record(key), self._state_of(key)
         seconds = None
-        if record.get("started"):
-            seconds = (record.get("ended") or time.time()) - record["started"]
+        if record is not None and record["started"]:
+            seconds = (record["ended"] or time.time()) - record["started"]
         pace = seconds_a_step(model.series) if state == "running" else None
         remaining = None
         if pace is not None and status.total > status.done > 0:
@@ -402,25 +405,24 @@ class RunScreen(ChartKeys, ResumingScreen):
                 [(f"{self.glyphs.failed} {cause['id']}: ", "bad"), (line, "text")],
                 [(f"  {advice}", "warn")],
             ]
-        if self.speed is not None or (self.state or {}).get("state") != "paused":
+        if self.speed is not None or self._run_state["state"] != PAUSED:
             return []
         # here, not above: loads the configuration, and the first picture comes first
         from dschat_tui.runs.gates import told, waiting
 
-        missed = ", ".join(told(record) for record in waiting(self.state or {}))
+        missed = ", ".join(told(record) for record in waiting(self._run_state))
         return [
             [(f"{self.glyphs.check} paused: ", "warn"), (clean(missed, self.ascii_only), "text")],
             [("  u: say why, and go on. Else start another run, with this step longer", "warn")],
         ]
 
-    def _cause(self) -> dict[str, str] | None:
+    def _cause(self) -> Mapping[str, Any] | None:
         key = self.key
         if self._state_of(key) != "failed":
             return None
-        cause = (self._record(key) or {}).get("cause") or self.model.status.cause
-        if not isinstance(cause, dict) or not {"id", "line", "advice"} <= set(cause):
-            return None
-        return cause
+        record = self._record(key)
+        cause = (record["cause"] if record else None) or self.model.status.cause
+        return cause if cause and {"id", "line", "advice"} <= set(cause) else None
 
     def _draw_panels(self, model: LogModel) -> None:
         view = self._windowed(model)
@@ -513,9 +515,9 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.app.call_from_thread(self.query_one("#system", Line).show, *rows)
 
     def _leaders(self) -> list[int]:
-        records = [(self.state or {}).get("supervisor")]
-        records += [(self._record(key) or {}).get("process") for key in self.source.logs]
-        return [record["pid"] for record in records if record and self.run_goes_on]
+        state = self._run_state
+        found = [state["supervisor"], *(record["process"] for record in state["steps"].values())]
+        return [process["pid"] for process in found if process and self.run_goes_on]
 
     # keys
 
@@ -763,7 +765,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         except (NotRunning, OSError) as error:
             self.tell(str(error))
             return
-        before = max(self.stops_asked, 1 if (self.state or {}).get("stop") else 0)
+        before = max(self.stops_asked, 1 if self._run_state["stop"] else 0)
         self.stops_asked = before + 1
         self.draw()
 

@@ -251,6 +251,7 @@ class RunsScreen(ResumingScreen):
     def _stop(self, past: PastRun) -> None:
         from dschat_tui.runs import control, stopping
         from dschat_tui.runs.folder import RunFolder
+        from dschat_tui.runs.state import unknown_run_state
 
         run = RunFolder(past.path)
         try:
@@ -258,7 +259,8 @@ class RunsScreen(ResumingScreen):
         except (control.NotRunning, OSError) as error:
             self.app.call_from_thread(self.tell, str(error))
             return
-        told = stopping.stopping_text(run.read_state() or {}, 2 if past.is_stopping else 1, "x")
+        state = run.read_state() or unknown_run_state()
+        told = stopping.stopping_text(state, 2 if past.is_stopping else 1, "x")
         self.app.call_from_thread(self.tell, f"{past.path.name}: {told}")
         self.app.call_from_thread(self.read)
 

@@ -9,8 +9,8 @@ from typing import Any
 from dschat_tui import memory_plan
 from dschat_tui.memory_plan import PlanError, gib
 from dschat_tui.runs import preflight
-from dschat_tui.runs.folder import FAILED, PENDING
 from dschat_tui.runs.preflight import Refusal
+from dschat_tui.runs.state import FAILED, PENDING
 from dschat_tui.sweep.matrix import Sweep
 from dschat_tui.sweep.state import PRUNED
 from engine.config import layout

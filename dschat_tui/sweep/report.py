@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from dschat_tui.runs.folder import DONE
 from dschat_tui.runs.results import duration
+from dschat_tui.runs.state import DONE
 from dschat_tui.sweep.matrix import value_text
 from dschat_tui.sweep.results import QUANTITIES, Quantity
 from dschat_tui.sweep.state import Record, SweepFolder, counted

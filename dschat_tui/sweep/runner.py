@@ -14,8 +14,18 @@ from typing import Any, Protocol
 from dschat_tui import tables
 from dschat_tui.runs import control, launch, preflight, supervisor
 from dschat_tui.runs.failures import last_line
-from dschat_tui.runs.folder import DONE, FAILED, PENDING, RUNNING, STOPPED, RunFolder, RunIsHeld
+from dschat_tui.runs.folder import RunFolder, RunIsHeld
+from dschat_tui.runs.identity import own_identity
 from dschat_tui.runs.processes import end_leftovers
+from dschat_tui.runs.state import (
+    DONE,
+    FAILED,
+    PENDING,
+    RUNNING,
+    STOPPED,
+    RunState,
+    unknown_run_state,
+)
 from dschat_tui.runs.watch import Watch
 from dschat_tui.sweep import report
 from dschat_tui.sweep.checks import Outcome, outcome, refused
@@ -37,7 +47,6 @@ from dschat_tui.sweep.state import (
     SweepError,
     SweepFolder,
     counts,
-    own_identity,
 )
 from engine.config.loading import resolve, to_yaml
 from engine.config.schema import RunConfig
@@ -81,7 +90,7 @@ class Task:
         if process is not None:
             if process.poll() is None:
                 return False
-        elif control.has_supervisor(self.run.read_state() or {}):
+        elif control.has_supervisor(self.run.read_state()):
             return False
         try:
             with self.run.lock(wait=False):
@@ -239,11 +248,12 @@ class Runner:
         try:
             state = run.read_state()
         except ValueError:
-            state = {"steps": {}}
-        if state is not None and control.has_supervisor(state):
-            return None, int(state["supervisor"]["pid"])
+            state = unknown_run_state()
+        alive = control.supervisor_of(state)
+        if alive is not None:
+            return None, alive["pid"]
         if state is not None:
-            if record["state"] == RUNNING and state.get("state") in (DONE, FAILED):
+            if record["state"] == RUNNING and state["state"] in (DONE, FAILED):
                 return None, None
             _clear(run, state)
         for quantity in QUANTITIES:
@@ -293,7 +303,7 @@ class Runner:
     def _judge(self, task: Task) -> None:
         """What a run that has ended came to."""
         record = task.record
-        state = task.run.read_state() or {"state": PENDING, "steps": {}}
+        state = task.run.read_state() or unknown_run_state()
         found = _outcome_of(task, state, self.time_limit)
         if self.is_stopping and not task.is_late and state["state"] not in (DONE, FAILED):
             # stopped by a person: it is run again
@@ -318,7 +328,7 @@ class Runner:
         self.folder.write(self.state)
 
 
-def _outcome_of(task: Task, state: Record, time_limit: float | None) -> Outcome:
+def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcome:
     standing = state["state"]
     if standing == DONE:
         return outcome(DONE, "")
@@ -345,7 +355,7 @@ def _outcome_of(task: Task, state: Record, time_limit: float | None) -> Outcome:
     return outcome(FAILED, f"supervisor_lost: {cause['line']}", cause)
 
 
-def _clear(run: RunFolder, state: Record) -> None:
+def _clear(run: RunFolder, state: RunState) -> None:
     """Remove a run that is to begin anew, and end what may be left of its own processes.
 
     Raises:

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from dschat_tui import tables
-from dschat_tui.runs.folder import DONE, FAILED, RUNNING
 from dschat_tui.runs.results import duration
+from dschat_tui.runs.state import DONE, FAILED, RUNNING
 from dschat_tui.sweep.report import bar_text, one_line, shown
 from dschat_tui.sweep.results import QUANTITIES
 from dschat_tui.sweep.runner import Display, Runner

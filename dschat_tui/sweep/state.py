@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dschat_tui.runs.folder import DONE, FAILED, PENDING, RUNNING, is_alive, process_identity
+from dschat_tui.runs.identity import is_alive
+from dschat_tui.runs.state import DONE, FAILED, PENDING, RUNNING
 
 OOM, TIMEOUT, PRUNED = "oom", "timeout", "pruned"
 # of a cell, in the order in which they are counted
@@ -93,11 +94,6 @@ class SweepFolder:
                     "choose another --output"
                 ) from error
             yield
-
-
-def own_identity() -> Record | None:
-    """Pid and start time of this process, for sweep.json."""
-    return process_identity(os.getpid())
 
 
 def is_going_on(state: Mapping[str, Any]) -> bool:

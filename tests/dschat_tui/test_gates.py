@@ -15,6 +15,7 @@ from dschat_tui.cli import app
 from dschat_tui.runs import control, gates, resume, watch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal
+from dschat_tui.runs.state import parse_run_state
 from engine.config.loading import load_config, load_profile, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
@@ -204,6 +205,8 @@ def test_records_that_are_not_understood_are_left_out():
     config = gated(sft_perplexity=2.0)
     good = gates.missed(config, "sft", {"ppl_after": 3.5})
     odd = [None, 3, {}, {"gate": "gates.sft_perplexity"}, {**good[0], "gate": "gates.other"}]
-    state = {"gates": [*odd, *good], "steps": {"sft": {"state": "done"}}}
-    assert gates.records(state) == gates.waiting(state) == good
-    assert gates.records({"gates": "none"}) == gates.records({}) == []
+    content = {"gates": [*odd, *good], "steps": {"sft": {"state": "done"}}}
+    state = parse_run_state(json.dumps(content))
+    assert gates.known(state) == gates.waiting(state) == good
+    for content in ({"gates": "none"}, {}):
+        assert gates.known(parse_run_state(json.dumps(content))) == []

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import preflight
-from dschat_tui.runs.folder import DONE, RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.identity import process_identity
 from dschat_tui.runs.preflight import Refusal, changed_keys, model_facts, prepare
+from dschat_tui.runs.state import DONE
 from engine.config.loading import load_config, load_profile, resolve, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS

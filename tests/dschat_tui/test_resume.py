@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import control, fixes, resume, stopping
-from dschat_tui.runs.folder import RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.identity import process_identity
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.processes import RUN_MARK, end_leftovers, leftovers
 from engine.config.loading import load_config, options, to_yaml

@@ -20,8 +20,9 @@ from dschat_tui.keys import KEYS
 from dschat_tui.logs.series import Series
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import gates
-from dschat_tui.runs.folder import RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import compare, differing_options, history
+from dschat_tui.runs.identity import process_identity
 from dschat_tui.screens.compare import CompareScreen
 from dschat_tui.screens.dialogs import Entry, Question
 from dschat_tui.screens.run import RunScreen

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from dschat_tui.runs.folder import is_alive
+from dschat_tui.runs.identity import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 

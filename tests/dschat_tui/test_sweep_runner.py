@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from dschat_tui.cli import app
 from dschat_tui.runs import supervisor
-from dschat_tui.runs.folder import RunFolder, process_identity
+from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.identity import process_identity
 from dschat_tui.sweep import runner, show
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
