@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
+from dschat_tui.machine import GIB, NoAnswer, query_gpus
 from dschat_tui.runs import hosts, launch
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-GIB = 2**30
 OLDEST_PYTHON = (3, 10)
 CHILD_SECONDS = 180.0
 LEAST_SHARED_MEMORY = GIB
@@ -163,12 +163,15 @@ def _devices(torch: dict[str, Any] | None) -> list[Finding]:
 
 
 def _driver() -> Finding:
-    told = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    if told is None:
+    try:
+        versions = query_gpus("driver_version")
+    except NoAnswer as error:
+        return Finding("driver", "GPU driver", PROBLEM, str(error), "See what `nvidia-smi` prints.")
+    if not versions:
         return Finding(
             "driver", "GPU driver", NOTE, "no nvidia-smi", "Needed for NVIDIA GPUs only."
         )
-    return Finding("driver", "GPU driver", OK, told)
+    return Finding("driver", "GPU driver", OK, versions[0][0])
 
 
 def _launcher() -> list[Finding]:

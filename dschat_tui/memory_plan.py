@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import psutil
 
+from dschat_tui.machine import GIB, gpu_memory
 from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
 from engine.config.schema import RunConfig
@@ -27,7 +26,6 @@ from engine.planning import (
     smallest_change,
 )
 
-GIB = 2**30
 Dtype = Literal["fp32", "bf16", "fp16"]
 # CPU features that make dtype=auto choose bf16.
 FAST_BF16 = ("avx512_bf16", "amx_tile")
@@ -213,17 +211,6 @@ def resolved_dtype(name: str, device: Device) -> Dtype:
     except OSError:
         return "fp32"
     return "bf16" if any(flag in flags for flag in FAST_BF16) else "fp32"
-
-
-@cache
-def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU here, or None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        return min(int(line) for line in told.stdout.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
 
 
 def as_json(report: Report) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui import memory_plan
+from dschat_tui.machine import GIB
 from dschat_tui.runs import control, hosts, launch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
@@ -27,7 +28,6 @@ from engine.data import checks, files
 from engine.models import catalogue, embedded, folders
 from engine.planning import KNOWN_FAMILIES, ModelShape
 
-GIB = 2**30
 LEAST_FREE_BYTES = GIB // 4
 POSITION_KEYS = (
     "max_position_embeddings",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import psutil
 
+from dschat_tui.machine import GIB, NoAnswer, has_nvidia_smi, query_gpus
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.text import ASCII, Glyphs, clean
 
@@ -16,7 +16,6 @@ _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.g
 # quitting waits for it
 _GPU_SECONDS = 2.0
 _BAR_CELLS = 20
-_GIB = 1 << 30
 PROCESSES_SHOWN = 12
 
 
@@ -41,7 +40,7 @@ def system_rows(folder: Path, leaders: list[int], glyphs: Glyphs) -> list[Row]:
 
 
 def _gauge(label: str, used: float, total: float, glyphs: Glyphs) -> Row:
-    text = f"{used / _GIB:.1f} of {total / _GIB:.1f} GiB"
+    text = f"{used / GIB:.1f} of {total / GIB:.1f} GiB"
     return _share(label, used / total if total else 0.0, text, glyphs)
 
 
@@ -53,24 +52,14 @@ def _share(label: str, share: float, text: str, glyphs: Glyphs) -> Row:
 
 
 def _gpu_rows(glyphs: Glyphs) -> list[Row]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if not has_nvidia_smi():
         return [[("GPU     ", "strong"), ("none (no nvidia-smi)", "muted")]]
     try:
-        done = subprocess.run(
-            [program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_GPU_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return [[("GPU     ", "strong"), (clean(f"nvidia-smi: {error}"), "warn")]]
+        found = query_gpus(_GPU_FIELDS, _GPU_SECONDS)
+    except NoAnswer as error:
+        return [[("GPU     ", "strong"), (clean(str(error)), "warn")]]
     rows: list[Row] = []
-    for line in done.stdout.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) != 7:
-            continue
+    for parts in found:
         index, name, busy, used, total, temperature, power = parts
         share = _number(used) / (_number(total) or 1.0)
         told = f"{used}/{total} MiB, {busy} % busy, {temperature} C, {power} W  {name}"
@@ -97,7 +86,7 @@ def _process_rows(leaders: list[int], glyphs: Glyphs) -> list[Row]:
     rows: list[Row] = []
     for process in found.values():
         try:
-            memory = process.memory_info().rss / _GIB
+            memory = process.memory_info().rss / GIB
             command = clean(" ".join(process.cmdline()) or process.name(), glyphs is ASCII)
             rows.append(
                 [(f"{process.pid:>8}", "strong"), (f"  {memory:5.1f} GiB  {command}", "text")]

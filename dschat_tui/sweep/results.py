@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +10,13 @@ from typing import Any
 
 import psutil
 
+from dschat_tui.machine import GIB, MIB, NoAnswer, query_gpus
 from engine.log import documents
 
 Record = dict[str, Any]
 
 # The first steps build caches, optimizer states and, with the hybrid engine, check it.
 WARMUP_STEPS = 2
-NVIDIA_SMI_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Quantity:
     scale: float = 1.0
 
 
-GIB = float(2**30)
 QUANTITIES = (
     Quantity("samples_per_s", "samples/s", "samples of all devices a second"),
     Quantity("step_s", "step s", "seconds a step, from end to end"),
@@ -216,33 +213,16 @@ def device_bytes(devices: Sequence[str]) -> Mapping[str, int]:
     """Memory in use on GPUs by their numbers; empty without GPUs."""
     if not devices:
         return {}
-    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+        rows = query_gpus("index,memory.used")
+    except NoAnswer:
         return {}
-    found = {}
-    for line in told.splitlines():
-        index, _, used = line.partition(",")
-        if index.strip() in devices and used.strip().isdigit():
-            found[index.strip()] = int(used) * 2**20
-    return found
+    return {index: int(used) * MIB for index, used in rows if index in devices and used.isdigit()}
 
 
 def gpu_numbers() -> list[str]:
     """The numbers of all GPUs of this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     try:
-        told = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_SECONDS,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+        return [index for (index,) in query_gpus("index") if index.isdigit()]
+    except NoAnswer:
         return []
-    return [line.strip() for line in told.splitlines() if line.strip().isdigit()]
