@@ -20,7 +20,7 @@ from dschat_tui.chat.events import Answer, Note, Token
 from dschat_tui.chat.session import Session
 from dschat_tui.chat.settings import Settings
 from engine.generation.chat import ChatGenerator
-from engine.models.folders import resolve_model
+from engine.models.names import resolve_model
 
 ROUNDS, EARLY, LATE = 50, 5, 40
 CONTEXT = 512

@@ -14,7 +14,7 @@ from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.tables import aligned
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME
-from engine.models import catalogue, embedded, folders
+from engine.models import names
 from engine.planning import (
     Change,
     Device,
@@ -138,15 +138,10 @@ def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
         PlanError: it cannot be had.
     """
     try:
-        if name.removeprefix("embedded:") in embedded.CONFIGS:
-            return ModelShape.from_config(embedded.CONFIGS[name.removeprefix("embedded:")])
-        file = _config_on_disk(name)
-        if file is not None:
-            return ModelShape.from_folder(file.parent)
-        known = known_config(name)
-        if known is not None:
-            return ModelShape.from_config(known)
-        found = folders.resolve_model(name)
+        found_here = names.local_config(name) or known_config(name)
+        if found_here is not None:
+            return ModelShape.from_config(found_here)
+        found = names.resolve_model(name)
         if offline and not Path(found).is_dir():
             raise PlanError(
                 f"{key}={name}: its shape is not known on this machine. Fetch it, or plan it "
@@ -169,19 +164,6 @@ def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
         raise PlanError(
             f"{key}={name}: its config.json cannot be used: {reason}. Give a folder that holds one"
         ) from error
-
-
-def _config_on_disk(name: str) -> Path | None:
-    """The config.json of a model in a folder, fetched by name, or in the Hub's cache."""
-    folder = catalogue.model_path(name) if name in catalogue.MODELS else Path(name).expanduser()
-    if folder is not None and (folder / "config.json").is_file():
-        return folder / "config.json"
-    if name.count("/") != 1 or name.startswith((".", "~", "/")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json")
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def number_of_nodes(config: RunConfig) -> int:

@@ -48,7 +48,7 @@ def load_session(
         from transformers.utils.logging import disable_progress_bar
 
         from engine.generation.chat import ChatJudge, divergence
-        from engine.models.folders import resolve_model
+        from engine.models.names import resolve_model
         from engine.precision import resolve_dtype
         from engine.serving import load_generator, this_machine
 

@@ -25,7 +25,7 @@ from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
 from engine.config.steps import BY_NAME, STEPS, Step, StepName, pipeline
 from engine.data import checks, files
-from engine.models import catalogue, embedded, folders
+from engine.models import embedded, folders, names
 from engine.planning import KNOWN_FAMILIES, ModelShape
 
 LEAST_FREE_BYTES = GIB // 4
@@ -168,23 +168,23 @@ def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
 
 def model_facts(config: RunConfig) -> ModelFacts:
     """Positions and vocabularies of the models that lie on this disk; nothing is downloaded."""
-    actor = _model_folder(config.models.sft or config.models.actor)
-    reward_name = config.models.trained_reward or config.models.reward
-    reward = actor if reward_name == "sft" else _model_folder(reward_name)
+    actor = config.models.sft or config.models.actor
+    reward = config.models.trained_reward or config.models.reward
+    reward = actor if reward == "sft" else reward
     return ModelFacts(
         actor_positions=_positions(actor),
         reward_positions=_positions(reward),
-        actor_vocabulary=vocabulary_hash(actor),
-        reward_vocabulary=vocabulary_hash(reward),
+        actor_vocabulary=vocabulary_hash(_model_folder(actor)),
+        reward_vocabulary=vocabulary_hash(_model_folder(reward)),
     )
 
 
 def vocabulary_hash(folder: Path) -> str | None:
     """Hash of the map from tokens to ids of a tokenizer on disk, without tokens added later."""
-    tokenizer = _read_json(folder / "tokenizer.json")
+    tokenizer = folders.read_json(folder / "tokenizer.json")
     vocabulary: Any = tokenizer and (tokenizer.get("model") or {}).get("vocab")
     if vocabulary is None:
-        vocabulary = _read_json(folder / "vocab.json")
+        vocabulary = folders.read_json(folder / "vocab.json")
     if vocabulary is None:
         return None
     content = json.dumps(vocabulary, sort_keys=True, ensure_ascii=False)
@@ -202,46 +202,13 @@ def _all_sources(config: RunConfig) -> list[DataSource]:
     return [*data.sources, *data.sft_only_sources, *data.unsupervised_sources]
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _model_folder(name: str) -> Path:
     """The folder of a model that lies here, else a path at which there is nothing."""
-    if name in catalogue.MODELS:
-        found = catalogue.model_path(name)
-    elif name.removeprefix("embedded:") in embedded.CONFIGS:
-        found = embedded.built_folder(name.removeprefix("embedded:"))
-    else:
-        found = None if Path(name).exists() else _downloaded(name)
-    return found or Path(name)
+    return names.local_folder(name) or Path(name)
 
 
-def _downloaded(name: str) -> Path | None:
-    """Where the Hub's cache holds a model; None if it does not."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no id of the Hub, as a path that does not exist
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _model_config(name: str | Path) -> dict[str, Any]:
-    """What config.json says of a model; empty where that cannot be known without a download."""
-    embedded_name = str(name).removeprefix("embedded:")
-    if embedded_name in embedded.CONFIGS:
-        return embedded.CONFIGS[embedded_name]
-    return _read_json(Path(name) / "config.json") or {}
-
-
-def _positions(folder: Path) -> int | None:
-    model_config = _model_config(folder)
+def _positions(name: str) -> int | None:
+    model_config = names.local_config(name) or {}
     if model_config.get("model_type") == "bloom":
         return None  # ALiBi: seq_length tells of its pretraining, not of a limit
     for key in POSITION_KEYS:
@@ -351,13 +318,13 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
-    models, names = config.models, {step.name for step in steps}
+    models, wanted = config.models, {step.name for step in steps}
     reasons = []
-    if "sft" in names:
+    if "sft" in wanted:
         reasons += _check_base_model("models.actor", models.actor)
-    if "reward" in names and models.reward != "sft":
+    if "reward" in wanted and models.reward != "sft":
         reasons += _check_base_model("models.reward", models.reward)
-    reasons += _check_families(config, names)
+    reasons += _check_families(config, wanted)
     finished = (("models.sft", models.sft), ("models.trained_reward", models.trained_reward))
     for key, folder in finished:
         if folder is not None and (missing := folders.missing_parts(folder)):
@@ -385,7 +352,7 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
     reasons = []
     for role, key, name in used:
         folder, lora = _model_folder(name), getattr(config, role).lora
-        model_config = _model_config(folder)
+        model_config = names.local_config(name)
         patterns = lora.targets if lora.rank else []
         if not model_config:
             continue
@@ -454,7 +421,7 @@ def _check_base_model(key: str, name: str) -> list[str]:
         known = ", ".join(f"embedded:{known}" for known in embedded.CONFIGS)
         return [f"{key}={name} is unknown; there are {known}"]
     try:
-        folders.resolve_model(name)
+        names.resolve_model(name)
     except folders.ModelError as error:
         return [f"{key}={name}: {error}"]
     return []

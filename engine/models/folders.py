@@ -1,24 +1,23 @@
-"""Model folders on disk and names of models. Imports neither torch nor transformers."""
+"""Model folders on disk: written whole, checked for completeness. No torch, no transformers."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class ModelError(ValueError):
-    """A model that cannot be used; the message names it, what is wrong and the way out."""
+    """A model that cannot be used; the message names it, what is wrong and what to do."""
 
 
 def missing_parts(folder: str | Path) -> list[str]:
@@ -31,10 +30,10 @@ def missing_parts(folder: str | Path) -> list[str]:
     if not folder.is_dir():
         return [f"the folder {folder}"]
     missing = []
-    if _read_json(folder / "config.json") is None:
+    if read_json(folder / "config.json") is None:
         missing.append("config.json")
     missing += [name for name in _weight_files(folder) if not _is_whole(folder / name)]
-    if _read_json(folder / "tokenizer_config.json") is None:
+    if read_json(folder / "tokenizer_config.json") is None:
         missing.append("tokenizer_config.json")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         missing.append(" or ".join(_TOKENIZER_FILES))
@@ -86,45 +85,8 @@ def cache_folder() -> Path:
     return folder
 
 
-def resolve_model(name: str) -> str:
-    """Path or Hub id of a model by the name that a configuration gives it.
-
-    Args:
-        name: `embedded:NAME` (built at its first use), a local folder, a model that was fetched
-            with `dschat models get`, or a Hub id.
-
-    Raises:
-        ModelError: no such folder or name, or a model that is not there yet.
-    """
-    # Both are imported here because building and fetching stand on this module.
-    from engine.models import catalogue, embedded
-
-    if name.startswith("embedded:"):
-        return str(embedded.build(name.removeprefix("embedded:")))
-    local = Path(name).expanduser()
-    if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ModelError(
-                f"the folder {name!r} holds no config.json, so it is no Hugging Face model; name "
-                "the folder that holds config.json and the weights"
-            )
-        return str(local)
-    if name in catalogue.MODELS:
-        path = catalogue.model_path(name)
-        if path is None:
-            raise ModelError(f"{name} is not on this machine yet; run: dschat models get {name}")
-        return str(path)
-    if local.is_absolute() or name.startswith(("./", "../", "~")) or not _HUB_ID.fullmatch(name):
-        raise ModelError(f"the model folder {name!r} does not exist; check the path")
-    return name
-
-
-def is_local(path: str) -> bool:
-    """Tell whether a model path is a folder here, which then never touches the network."""
-    return os.path.isdir(path)
-
-
-def _read_json(path: Path) -> dict | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,7 +95,7 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    index = _read_json(folder / _INDEX)
+    index = read_json(folder / _INDEX)
     if index is None:
         return [_INDEX] if (folder / _INDEX).exists() else ["model.safetensors"]
     return sorted(set(index.get("weight_map", {}).values())) or [_INDEX]

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from engine.models.families import family_of
-from engine.models.folders import ModelError, is_local, resolve_model
+from engine.models.folders import ModelError
+from engine.models.names import is_local, resolve_model
 
 __all__ = [
     "ModelError",

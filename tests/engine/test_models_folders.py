@@ -13,14 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.models import catalogue, embedded
-from engine.models.folders import (
-    ModelError,
-    cache_folder,
-    is_complete_model,
-    missing_parts,
-    resolve_model,
-)
+from engine.models.folders import ModelError, cache_folder, is_complete_model, missing_parts
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for
+from engine.models.names import resolve_model
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
 
@@ -32,8 +27,8 @@ def copy(tiny_model, tmp_path) -> Path:
 
 def test_names_and_folders_need_no_torch():
     code = (
-        "import sys; from engine.models import catalogue, embedded, folders; "
-        "folders.missing_parts('.'); catalogue.model_path('smollm2-135m'); "
+        "import sys; from engine.models import names; "
+        "names.resolve_model('./tests/fixtures/version-0.1/model'); names.local_config('smollm2-135m'); "
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
