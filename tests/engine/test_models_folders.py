@@ -19,6 +19,8 @@ from engine.models.names import resolve_model
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def copy(tiny_model, tmp_path) -> Path:
@@ -28,10 +30,11 @@ def copy(tiny_model, tmp_path) -> Path:
 def test_names_and_folders_need_no_torch():
     code = (
         "import sys; from engine.models import names; "
-        "names.resolve_model('./tests/fixtures/version-0.1/model'); names.local_config('smollm2-135m'); "
+        "names.resolve_model('./tests/fixtures/version-0.1/model'); "
+        "names.local_config('smollm2-135m'); "
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize(
