@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import math
 import os
 import pty
 import random
@@ -25,62 +24,11 @@ from itertools import islice
 from pathlib import Path
 
 import psutil
-
-from engine.log import write
+from training_log_speed import own_ppo_lines
 
 WIDTH, HEIGHT = 160, 50
 LINES_A_SECOND = 50
 KEYS = 40
-
-
-def lines(random: random.Random) -> Iterator[str]:
-    """Step 3 as it is logged: the block of a step, its metrics, now and then the optimizers."""
-    step = 0
-    while True:
-        progress = 1 - math.exp(-step / 8000)
-        reward = 3 * progress + random.gauss(0, 0.4)
-        generate = random.uniform(1.2, 1.6)
-        train = random.uniform(0.9, 1.1)
-        yield from write.PPOStep(
-            epoch=0,
-            step=step,
-            ppo_epoch=1,
-            actor_loss=random.gauss(0, 0.02),
-            critic_loss=abs(random.gauss(0.4 - 0.3 * progress, 0.05)),
-            unsupervised_loss=0.0,
-            reward=reward,
-            reward_ema=3 * progress,
-            e2e_s=generate + train + 0.3,
-            generate_s=generate,
-            train_s=train,
-            tflops=random.uniform(24, 30),
-            generate_tflops=7.16,
-            train_tflops=115.09,
-            batch_size=64,
-            sequence_length=512,
-            answer_length_limit=256,
-            bandwidth_gb_s=239.38,
-            actor_parameters_b=1.429,
-            critic_parameters_b=0.331,
-        ).lines()
-        values = {
-            "reward": reward,
-            "reward_ema": 3 * progress,
-            "kl": 8 * progress + random.random(),
-            "entropy": 3 - progress + random.gauss(0, 0.1),
-            "clip_fraction": random.uniform(0.05, 0.15),
-            "ratio_mean": random.gauss(1, 0.01),
-            "explained_variance": progress - random.random() / 5,
-            "answer_length": random.gauss(180, 10),
-            "eos_share": random.uniform(0.8, 0.95),
-            "tokens_per_s": random.uniform(7000, 9000),
-            "total_steps": 300_000,
-        }
-        yield write.metrics(step, values)
-        if step % 10 == 9:
-            for rate in (9.65e-6, 5e-6):
-                yield write.optimizer_step(step + 1, 0, [rate], [(0.9, 0.95)])
-        step += 1
 
 
 class Terminal:
@@ -177,7 +125,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=2_000_000)
     arguments = parser.parse_args()
     count, seconds = arguments.lines, arguments.seconds
-    source = lines(random.Random(0))
+    source = own_ppo_lines(random.Random(0))
     load = os.getloadavg()[0]
     print(f"{WIDTH}x{HEIGHT}, {psutil.cpu_count()} cores, load {load:.1f}")
     print(f"{'':<44} {'measured':>12}   to be met on an idle machine")

@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 # On a full disk, between two tries to write.
@@ -52,17 +51,17 @@ def _one_line(text: str) -> str:
     return r"\n".join(text.splitlines())
 
 
-def _number_text(value: float | None) -> str:
+def exact(value: float | None) -> str:
     if value is None:
         return "NA"
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
-def _short(value: float | None) -> str:
-    return _number_text(value) if value is None or isinstance(value, int) else f"{value:.6g}"
+def six_digits(value: float | None) -> str:
+    return exact(value) if value is None or isinstance(value, int) else f"{value:.6g}"
 
 
-def _tflops(value: float) -> str:
+def rate_text(value: float) -> str:
     """Operations per second, which nobody knows (nan) for families without a known shape."""
     return "NA" if math.isnan(value) else f"{value:.2f}"
 
@@ -92,7 +91,7 @@ def optimizer_step(
     In PPO the actor's line comes first, then the critic's of the same step.
     """
     stamp = time.strftime("%Y-%m-%d %H:%M:%S,000")
-    rates = ", ".join(_number_text(float(rate)) for rate in learning_rates)
+    rates = ", ".join(exact(float(rate)) for rate in learning_rates)
     momentum = ", ".join(str(tuple(pair)) for pair in betas)
     return (
         f"[{stamp}] [INFO] [logging.py:96:log_dist] [Rank 0] "
@@ -110,12 +109,12 @@ def evaluating(what: str, epoch: int, epochs: int) -> str:
 
 def perplexity(perplexity: float | None, loss: float | None) -> str:
     """Result of an SFT evaluation, after its header; None where no row was held out."""
-    return f"ppl: {_number_text(perplexity)}, loss: {_number_text(loss)}"
+    return f"ppl: {exact(perplexity)}, loss: {exact(loss)}"
 
 
 def step_loss(epoch: int, step: int, rank: int, loss: float) -> str:
     """One rank's loss in one SFT step; epoch and step count from 0."""
-    return f"Epoch: {epoch}, Step: {step}, Rank: {rank}, loss = {_number_text(loss)}"
+    return f"Epoch: {epoch}, Step: {step}, Rank: {rank}, loss = {exact(loss)}"
 
 
 def throughput(
@@ -132,7 +131,7 @@ def throughput(
     """
     parameters = "NA" if parameters_b is None else f"{parameters_b:.3f} B"
     return (
-        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {_tflops(tflops)}, "
+        f"Model Parameters: {parameters}, Latency: {latency_s:.2f}s, TFLOPs: {rate_text(tflops)}, "
         f"Samples/sec: {samples_per_s:.2f}, Time/seq {latency_s / batch_size:.2f}s, "
         f"Batch Size: {batch_size}, Sequence Length: {sequence_length}"
     )
@@ -141,9 +140,9 @@ def throughput(
 def reward_scores(chosen: float | None, rejected: float | None, accuracy: float | None) -> str:
     """Result of a reward evaluation, after its header; None where no pair was held out."""
     return (
-        f"chosen_last_scores (higher is better) : {_number_text(chosen)}, "
-        f"rejected_last_scores (lower is better) : {_number_text(rejected)}, "
-        f"acc (higher is better) : {_number_text(accuracy)}"
+        f"chosen_last_scores (higher is better) : {exact(chosen)}, "
+        f"rejected_last_scores (lower is better) : {exact(rejected)}, "
+        f"acc (higher is better) : {exact(accuracy)}"
     )
 
 
@@ -153,79 +152,19 @@ def reward_scores_at(
     """Result of a reward evaluation in the middle of an epoch, at an optimizer step."""
     margin = None if chosen is None or rejected is None else chosen - rejected
     return (
-        f"Iter {step}: c_scores: {_number_text(chosen)}, r_scores: {_number_text(rejected)}, "
-        f"diff: {_number_text(margin)}, acc: {_number_text(accuracy)}"
+        f"Iter {step}: c_scores: {exact(chosen)}, r_scores: {exact(rejected)}, "
+        f"diff: {exact(margin)}, acc: {exact(accuracy)}"
     )
 
 
 def epoch_loss(epoch: int, epochs: int, loss: float) -> str:
     """Mean training loss of an epoch, counted from 1."""
-    return f"Epoch {epoch}/{epochs} with loss {_number_text(loss)}"
+    return f"Epoch {epoch}/{epochs} with loss {exact(loss)}"
 
 
 def dpo_scores(chosen: float | None, rejected: float | None, loss: float | None) -> str:
     """Result of a DPO evaluation, after its header; None where no pair was held out."""
-    return (
-        f"chosen: {_number_text(chosen)}, rejected: {_number_text(rejected)}, "
-        f"loss: {_number_text(loss)}"
-    )
-
-
-@dataclass(frozen=True)
-class PPOStep:
-    """What PPO tells of one generation step; rewards and samples are over all ranks.
-
-    `batch_size` and `samples_per_s` count the answers of all ranks; `parameters_b` are in billions,
-    `bandwidth_gb_s` in GB/s. That and the TFLOPs may be nan, where they are not known.
-    """
-
-    epoch: int
-    step: int
-    ppo_epoch: int
-    actor_loss: float
-    critic_loss: float
-    unsupervised_loss: float
-    reward: float
-    reward_ema: float
-    e2e_s: float
-    generate_s: float
-    train_s: float
-    tflops: float
-    generate_tflops: float
-    train_tflops: float
-    batch_size: int
-    sequence_length: int
-    answer_length_limit: int
-    bandwidth_gb_s: float = math.nan
-    actor_parameters_b: float | None = None
-    critic_parameters_b: float | None = None
-
-    def lines(self) -> list[str]:
-        """The block of lines, the dashes that close it included."""
-        actor, critic = (
-            "NA" if parameters is None else f"{parameters:.3f} B"
-            for parameters in (self.actor_parameters_b, self.critic_parameters_b)
-        )
-        bandwidth = -1.0 if math.isnan(self.bandwidth_gb_s) else self.bandwidth_gb_s
-        return [
-            f"Epoch: {self.epoch} | Step: {self.step} | PPO Epoch: {self.ppo_epoch} | "
-            f"Actor Loss: {_number_text(self.actor_loss)} | "
-            f"Critic Loss: {_number_text(self.critic_loss)} | "
-            f"Unsupervised Loss: {_number_text(self.unsupervised_loss)}",
-            f"End-to-End => Latency: {self.e2e_s:.2f}s, TFLOPs: {_tflops(self.tflops)}, "
-            f"Samples/sec: {self.batch_size / self.e2e_s:.2f}, "
-            f"Time/seq {self.e2e_s / self.batch_size:.2f}s, "
-            f"Batch Size: {self.batch_size}, Total Seq. Length: {self.sequence_length}",
-            f"Generation => Latency: {self.generate_s:.2f}s, "
-            f"Per-token Latency {self.generate_s / self.answer_length_limit * 1000:.2f} ms, "
-            f"TFLOPs: {_tflops(self.generate_tflops)}, BW: {bandwidth:.2f} GB/sec, "
-            f"Answer Seq. Length: {self.answer_length_limit}",
-            f"Training   => Latency: {self.train_s:.2f}s, TFLOPs: {_tflops(self.train_tflops)}",
-            f"Actor Model Parameters => {actor}, Critic Model Parameters => {critic}",
-            f"Average reward score: {_number_text(self.reward)} | "
-            f"EMA reward score: {_number_text(self.reward_ema)}",
-            SEPARATOR,
-        ]
+    return f"chosen: {exact(chosen)}, rejected: {exact(rejected)}, loss: {exact(loss)}"
 
 
 def skipped_both(actor: bool, critic: bool) -> str:
@@ -257,7 +196,7 @@ def metrics(step: int, values: Mapping[str, float | None]) -> str:
             raise ValueError(
                 f"metric {name!r}: use lower case and underscores, not kind, step or offset"
             )
-    pairs = [f"step: {step}", *(f"{name}: {_short(x)}" for name, x in values.items())]
+    pairs = [f"step: {step}", *(f"{name}: {six_digits(x)}" for name, x in values.items())]
     return f"Metrics => {', '.join(pairs)}"
 
 

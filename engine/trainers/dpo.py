@@ -11,15 +11,17 @@ from engine.algorithms.language_modeling import sequence_log_probs
 from engine.algorithms.preference import dpo_loss, implicit_rewards
 from engine.data.batches import LabelledPairCollator
 from engine.distributed import device
-from engine.log import write
+from engine.log.entries import DPOEvaluation
 from engine.planning.flops import forward_flops, training_flops
 from engine.trainers.context import StepContext
-from engine.trainers.pairs import MeanScores, PairTrainer
+from engine.trainers.pairs import PairTrainer
 from engine.trainers.setup import reference_engine, reference_of
 
 
 class DPOTrainer(PairTrainer):
     """Trains the SFT model by its implicit rewards: how much likelier than before an answer is."""
+
+    evaluation = DPOEvaluation
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(
@@ -60,13 +62,3 @@ class DPOTrainer(PairTrainer):
             frozen_base=self.layout.lora.only,
         )
         return training + forward_flops(self.shape, rows, seq)
-
-    def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
-    ) -> None:
-        """Write rewards and loss into the log, as the original does, and the accuracy."""
-        report = self.context.report
-        report.line(write.evaluating("rewards", epoch, self.options.epochs))
-        report.line(write.dpo_scores(*scores, loss))
-        if step >= 0:
-            report.line(write.metrics(step, {"eval_accuracy": self.accuracy}))

@@ -18,6 +18,7 @@ from engine.config.schema import PretrainingStyleStep, RoleConfig
 from engine.data.batches import GlobalBatches, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.log import write
+from engine.log.entries import DPOEvaluation, PairStep, RewardEvaluation, TrainingSpeed
 from engine.models.adapters import save_adapters
 from engine.models.reward import RewardModel
 from engine.models.save import save_model
@@ -27,8 +28,6 @@ from engine.trainers.setup import trained_model
 from engine.trainers.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
-# Of chosen and of rejected answers; None where no pair was evaluated.
-MeanScores = tuple[float | None, float | None]
 
 
 class PairTrainer(ABC):
@@ -36,6 +35,9 @@ class PairTrainer(ABC):
 
     How a model rates an answer, and the loss, are the subclass's.
     """
+
+    # what an evaluation is reported as
+    evaluation: type[RewardEvaluation | DPOEvaluation]
 
     def __init__(
         self,
@@ -79,12 +81,6 @@ class PairTrainer(ABC):
     @abstractmethod
     def flops(self, rows: int, seq: int) -> float:
         """Operations of a micro batch of `rows` texts, each `seq` tokens wide."""
-
-    @abstractmethod
-    def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
-    ) -> None:
-        """Write the result of an evaluation into the log."""
 
     def train(self) -> bool:
         """Run all optimizer steps, with evaluations before, between and after epochs.
@@ -148,29 +144,20 @@ class PairTrainer(ABC):
         loss_mean, accuracy, chosen_mean, rejected_mean = (total / len(rows) for total in sums)
         seconds = time.perf_counter() - started
         pairs = sum(len(cut) for cut in cuts)
-        report.line(
-            write.throughput(
-                self.parameters / 1e9,
-                seconds,
-                flops / seconds / 1e12,
-                pairs / seconds,
-                pairs,
-                width,
+        report.write(
+            PairStep(
+                step=step,
+                speed=TrainingSpeed(self.parameters, seconds, flops, pairs, width),
+                loss=loss_mean,
+                accuracy=accuracy,
+                margin=chosen_mean - rejected_mean,
+                chosen=chosen_mean,
+                rejected=rejected_mean,
+                learning_rate=learning_rates(self.engine)[0],
+                gradient_norm=gradient_norm,
+                tokens_per_s=tokens_everywhere / seconds,
+                total_steps=self.total_steps,
             )
-        )
-        report.metrics(
-            step,
-            {
-                "loss": loss_mean,
-                "accuracy": accuracy,
-                "margin": chosen_mean - rejected_mean,
-                "chosen": chosen_mean,
-                "rejected": rejected_mean,
-                "learning_rate": learning_rates(self.engine)[0],
-                "gradient_norm": gradient_norm,
-                "tokens_per_s": tokens_everywhere / seconds,
-                "total_steps": self.total_steps,
-            },
         )
         if (step + 1) % config.logging.optimizer_interval == 0:
             report.optimizer(self.engine)
@@ -210,18 +197,18 @@ class PairTrainer(ABC):
         loss_mean, self.accuracy, chosen_mean, rejected_mean = (
             mean(total, count) for total in sums_everywhere
         )
-        self.tell_evaluation(epoch, step, in_epoch, (chosen_mean, rejected_mean), loss_mean)
-        report.record(
-            {
-                "kind": "reward_eval",
-                "step": step,
-                "epoch": epoch,
-                "loss": loss_mean,
-                "chosen": chosen_mean,
-                "rejected": rejected_mean,
-                "accuracy": self.accuracy,
-                "pairs": int(count),
-            }
+        report.write(
+            self.evaluation(
+                step=step,
+                epoch=epoch,
+                epochs=self.options.epochs,
+                in_epoch=in_epoch,
+                loss=loss_mean,
+                chosen=chosen_mean,
+                rejected=rejected_mean,
+                accuracy=self.accuracy,
+                pairs=int(count),
+            )
         )
         for kind in sorted(set(self.data.eval["kind"]) - {None}):
             right, of = sum_over_ranks(correct_of[kind], pairs_of[kind])

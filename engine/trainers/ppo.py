@@ -26,6 +26,7 @@ from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.generation.hybrid import HybridEngine
 from engine.generation.sampling import Generation, Sampling
 from engine.log import write
+from engine.log.entries import PPOSpeed, PPOStep
 from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import (
@@ -460,22 +461,25 @@ class PPOTrainer:
         reward = answers["reward"]
         previous = reward if self.reward_ema is None else self.reward_ema
         self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
-        metrics = {
+        reported = PPOStep(
+            step=step,
+            epoch=epoch,
+            ppo_epoch=self.options.inner_epochs,
+            speed=self.speed(experience, updates.flops, cost, times),
             **answers,
-            "reward_ema": self.reward_ema,
-            "kl_coef": self.kl_coef,
+            reward_ema=self.reward_ema,
+            kl_coef=self.kl_coef,
             **updates.metrics,
-            "actor_learning_rate": learning_rates(engine.actor)[0],
-            "critic_learning_rate": learning_rates(engine.critic)[0],
-            "tokens_per_s": answers["answer_length"] * count / times["generate_s"],
-            "total_steps": self.total_steps,
+            actor_learning_rate=learning_rates(engine.actor)[0],
+            critic_learning_rate=learning_rates(engine.critic)[0],
+            tokens_per_s=answers["answer_length"] * count / times["generate_s"],
+            total_steps=self.total_steps,
             **times,
-        }
+        )
+        metrics = reported.quantities()
 
         # 2. The log, TensorBoard and the rollouts.
-        for line in self.step_lines(step, epoch, experience, metrics, updates.flops, cost):
-            report.line(line)
-        report.metrics(step, metrics)
+        report.write(reported)
         done = self.updates_a_step * (step + 1)
         if done % self.context.config.logging.optimizer_interval < self.updates_a_step:
             report.optimizer(engine.actor)
@@ -525,41 +529,31 @@ class PPOTrainer:
             "empty_answers": int(empty),
         }
 
-    def step_lines(
+    def speed(
         self,
-        step: int,
-        epoch: int,
         experience: Experience,
-        metrics: dict[str, float | None],
         own_flops: float,
         cost: GenerationCost,
-    ) -> list[str]:
-        """The lines of the log that DeepSpeed-Chat writes after a step."""
+        times: dict[str, float],
+    ) -> PPOSpeed:
+        """What the step took."""
         engine, shape, width = self.engine, experience.ids.shape, experience.mask.shape[1]
         # Actor and reference, critic and reward model read each answer once.
         scoring = 2 * forward_flops(engine.actor_shape, *shape, logits_tokens=width)
         scoring += 2 * forward_flops(engine.critic_shape, *shape, head="score")
         element = torch.finfo(self.context.dtype).bits // 8
         moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
-        times = {name: metrics[name] for name in ("e2e_s", "generate_s", "train_s")}
-        losses = ("actor_loss", "critic_loss", "reward", "reward_ema")
-        return write.PPOStep(
-            epoch=epoch,
-            step=step,
-            ppo_epoch=self.options.inner_epochs,
-            **{name: metrics[name] for name in losses},
-            unsupervised_loss=metrics["unsupervised_loss"] or 0.0,
-            tflops=(cost.flops + own_flops + scoring) / times["e2e_s"] / 1e12,
-            generate_tflops=cost.flops / times["generate_s"] / 1e12,
-            train_tflops=own_flops / times["train_s"] / 1e12,
+        return PPOSpeed(
             batch_size=len(experience) * world_size(),
             sequence_length=shape[1],
             answer_length_limit=width,
+            tflops=(cost.flops + own_flops + scoring) / times["e2e_s"] / 1e12,
+            generate_tflops=cost.flops / times["generate_s"] / 1e12,
+            train_tflops=own_flops / times["train_s"] / 1e12,
             bandwidth_gb_s=moved / times["generate_s"] / 1e9,
             actor_parameters_b=engine.actor_parameters / 1e9,
             critic_parameters_b=engine.critic_parameters / 1e9,
-            **times,
-        ).lines()
+        )
 
     def write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
         """Append rank 0's answers to rollouts.jsonl; print them if asked."""

@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 
 from engine.distributed import rank
 from engine.log import write
+from engine.log.entries import Entry, Values
 
 
 class Report:
@@ -49,10 +50,11 @@ class Report:
         """Tell something that a person should look after."""
         self.line(write.warning(text))
 
-    def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write the quantities of a step into the log and metrics.jsonl, with the same names."""
-        self.line(write.metrics(step, values))
-        self.record({"kind": "metrics", "step": step, **values})
+    def write(self, entry: Entry) -> None:
+        """Write what a step reports into the log and metrics.jsonl."""
+        for line in entry.lines():
+            self.line(line)
+        self.record(entry.record())
 
     def optimizer(self, engine: DeepSpeedEngine) -> None:
         """Write an engine's steps, skipped steps and learning rates, in DeepSpeed's wording."""
@@ -66,7 +68,7 @@ class Report:
             )
         )
 
-    def record(self, values: Mapping[str, object]) -> None:
+    def record(self, values: Values) -> None:
         """Append one JSON object to metrics.jsonl; numbers that are not finite become words."""
         if self._silent:
             return

@@ -8,16 +8,18 @@ from torch import Tensor
 from engine.algorithms.preference import gather_last, pairwise_loss, pairwise_loss_all_tokens
 from engine.data.batches import PairCollator
 from engine.distributed import device
-from engine.log import write
+from engine.log.entries import RewardEvaluation
 from engine.models.load import resize_for
 from engine.models.reward import RewardModel
 from engine.planning.flops import training_flops
 from engine.trainers.context import StepContext
-from engine.trainers.pairs import MeanScores, PairTrainer
+from engine.trainers.pairs import PairTrainer
 
 
 class RewardTrainer(PairTrainer):
     """Trains a scalar score on pairs (InstructGPT, equation 1); its head always trains."""
+
+    evaluation = RewardEvaluation
 
     def __init__(self, context: StepContext) -> None:
         base = context.config.models.reward
@@ -65,14 +67,3 @@ class RewardTrainer(PairTrainer):
             frozen_base=self.layout.lora.only,
             head="score",
         )
-
-    def tell_evaluation(
-        self, epoch: int, step: int, in_epoch: bool, scores: MeanScores, loss: float | None
-    ) -> None:
-        """Write scores and accuracy into the log, as the original does."""
-        report = self.context.report
-        if in_epoch:
-            report.line(write.reward_scores_at(step, *scores, self.accuracy))
-            return
-        report.line(write.evaluating("reward", epoch, self.options.epochs))
-        report.line(write.reward_scores(*scores, self.accuracy))

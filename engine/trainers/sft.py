@@ -13,6 +13,7 @@ from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss, p
 from engine.data.batches import GlobalBatches, SftCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.log import write
+from engine.log.entries import PerplexityEvaluation, SFTStep, TrainingSpeed
 from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
@@ -120,27 +121,18 @@ class SFTTrainer:
         if config.logging.print_loss:
             own_loss = float(loss_sum) / max(1, trained_tokens)
             report.every_rank(write.step_loss(epoch, step, rank(), own_loss))
-        report.line(
-            write.throughput(
-                self.parameters / 1e9,
-                seconds,
-                flops / seconds / 1e12,
-                samples / seconds,
-                samples,
-                width,
-            )
-        )
         loss = loss_everywhere / max(1.0, trained_tokens_everywhere)
-        report.metrics(
-            step,
-            {
-                "loss": loss,
-                "learning_rate": learning_rates(self.engine)[0],
-                "gradient_norm": gradient_norm,
-                "tokens_per_s": read_tokens_everywhere / seconds,
-                "trained_token_share": trained_tokens_everywhere / read_tokens_everywhere,
-                "total_steps": self.total_steps,
-            },
+        report.write(
+            SFTStep(
+                step=step,
+                speed=TrainingSpeed(self.parameters, seconds, flops, samples, width),
+                loss=loss,
+                learning_rate=learning_rates(self.engine)[0],
+                gradient_norm=gradient_norm,
+                tokens_per_s=read_tokens_everywhere / seconds,
+                trained_token_share=trained_tokens_everywhere / read_tokens_everywhere,
+                total_steps=self.total_steps,
+            )
         )
         if (step + 1) % config.logging.optimizer_interval == 0:
             report.optimizer(self.engine)
@@ -178,11 +170,7 @@ class SFTTrainer:
         self.engine.train()
         loss = mean(*sum_over_ranks(loss_sum, tokens))
         self.perplexity = perplexity(loss)
-        report.line(write.evaluating("perplexity", epoch, options.epochs))
-        report.line(write.perplexity(self.perplexity, loss))
-        report.record(
-            {"kind": "eval", "step": step, "epoch": epoch, "ppl": self.perplexity, "loss": loss}
-        )
+        report.write(PerplexityEvaluation(step, epoch, options.epochs, self.perplexity, loss))
 
     def save(self) -> None:
         """Write the model as a complete Hugging Face folder."""

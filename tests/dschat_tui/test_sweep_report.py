@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from log_entries import ppo_step
 from typer.testing import CliRunner
 
 from dschat_tui.cli import app
@@ -28,25 +29,17 @@ def ppo_log(path: Path, seconds: list[float], generate: float = 0.5, samples: in
     lines = []
     for step, e2e in enumerate(seconds):
         times = {"e2e_s": e2e, "generate_s": e2e * generate, "train_s": e2e / 4}
-        block = write.PPOStep(
-            epoch=0,
+        block = ppo_step(
             step=step,
-            ppo_epoch=1,
             actor_loss=-0.1 * step,
             critic_loss=0.2,
-            unsupervised_loss=0.0,
             reward=float(step),
-            reward_ema=0.0,
             tflops=10.0 / e2e,
-            generate_tflops=1.0,
-            train_tflops=1.0,
             batch_size=samples,
-            sequence_length=8,
-            answer_length_limit=4,
             **times,
-        )
+        ).block()
         quantities = {"reward": float(step), "tokens_per_s": 100 / times["generate_s"], **times}
-        lines += [*block.lines(), write.metrics(step, quantities)]
+        lines += [*block, write.metrics(step, quantities)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path

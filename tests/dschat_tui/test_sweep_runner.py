@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from log_entries import ppo_step
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,7 +28,6 @@ from dschat_tui.sweep import runner, show
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
 from engine.config.steps import STEPS
-from engine.log import write
 
 OOM = {"id": "out_of_memory", "line": "MemoryError", "advice": "less"}
 MISSING = {"id": "missing_file", "line": "No such file: \x1b[31m/x", "advice": "check it"}
@@ -99,13 +99,8 @@ def write_log(log: Path) -> None:
     times = {"e2e_s": 1.0, "generate_s": 0.5, "train_s": 0.25}
     with log.open("w") as file:
         for step in range(3):
-            block = write.PPOStep(
-                **{"epoch": 0, "step": step, "ppo_epoch": 1, "actor_loss": 0.1},
-                **{"critic_loss": 0.2, "unsupervised_loss": 0.0, "reward": 1.5, "reward_ema": 1.0},
-                **{"tflops": 1.0, "generate_tflops": 1.0, "train_tflops": 1.0, "batch_size": 8},
-                **{"sequence_length": 8, "answer_length_limit": 4, **times},
-            )
-            file.write("\n".join(block.lines()) + "\n")
+            block = ppo_step(step=step, critic_loss=0.2, batch_size=8, **times).block()
+            file.write("\n".join(block) + "\n")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import json
@@ -18,8 +17,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_entries import ppo_step
 
 from engine.log import documents, write
+from engine.log.entries import (
+    DPOEvaluation,
+    PairStep,
+    PerplexityEvaluation,
+    RewardEvaluation,
+    SFTStep,
+    TrainingSpeed,
+)
 from engine.log.read import LogReader
 
 STAMP = "[2023-08-20 10:00:00,123] [INFO]"
@@ -914,42 +922,97 @@ def test_round_trip_of_every_line() -> None:
 
 
 def test_round_trip_of_a_ppo_step() -> None:
-    step = write.PPOStep(
-        epoch=0,
-        step=12,
-        ppo_epoch=1,
-        actor_loss=-0.001,
-        critic_loss=math.nan,
-        unsupervised_loss=0.0,
-        reward=1.5,
-        reward_ema=1.25,
-        e2e_s=4.0,
-        generate_s=3.0,
-        train_s=1.0,
-        tflops=0.5,
-        generate_tflops=0.25,
-        train_tflops=0.75,
-        batch_size=16,
-        sequence_length=512,
-        answer_length_limit=256,
-        bandwidth_gb_s=239.5,
-        actor_parameters_b=1.429,
-    )
-    (record,) = read(*step.lines())["records"]
+    step = ppo_step(critic_loss=math.nan, bandwidth_gb_s=239.5, actor_parameters_b=1.429)
+    (record,) = read(*step.block())["records"]
     assert math.isnan(record.pop("critic_loss"))
-    for name in set(record) & set(vars(step)):
-        assert record[name] == getattr(step, name), name
-    assert set(vars(step)) - set(record) == {"critic_loss"}
+    written = {**vars(step), **vars(step.speed), "unsupervised_loss": 0.0}
+    shared = set(record) & set(written)
+    assert {name: record[name] for name in shared} == {name: written[name] for name in shared}
+    assert set(vars(step.speed)) <= shared
     assert (record["samples_per_s"], record["time_per_sequence_s"]) == (4.0, 0.25)
-    unknown = dict.fromkeys(("tflops", "generate_tflops", "train_tflops", "bandwidth_gb_s"))
-    nan = dict.fromkeys(unknown, math.nan)
-    lines = dataclasses.replace(step, critic_loss=0.5, **nan).lines()
+    unknown = ("tflops", "generate_tflops", "train_tflops", "bandwidth_gb_s")
+    lines = ppo_step(**dict.fromkeys(unknown, math.nan)).block()
     assert not any("nan" in line for line in lines)
     (record,) = read(*lines)["records"]
-    assert {name: record[name] for name in unknown} == unknown
+    assert {record[name] for name in unknown} == {None}
     # a block that is there at once is read at once
     reader = LogReader()
     assert [*reader.feed_all(lines), *reader.finish()] == [record]
+
+
+STEPS = {
+    "sft": SFTStep(
+        step=7,
+        speed=TrainingSpeed(parameters=10**9, seconds=0.5, flops=1e12, rows=4, width=64),
+        loss=2.5,
+        learning_rate=1e-5,
+        gradient_norm=None,
+        tokens_per_s=512.0,
+        trained_token_share=0.5,
+        total_steps=100,
+    ),
+    "pairs": PairStep(
+        step=7,
+        speed=TrainingSpeed(parameters=10**9, seconds=0.5, flops=1e12, rows=4, width=64),
+        loss=0.5,
+        accuracy=0.75,
+        margin=1.5,
+        chosen=1.0,
+        rejected=-0.5,
+        learning_rate=1e-5,
+        gradient_norm=1.0,
+        tokens_per_s=512.0,
+        total_steps=100,
+    ),
+    "ppo": ppo_step(step=7, unsupervised_loss=2.0, more={"baseline": 0.5}),
+    "ppo without a critic": ppo_step(step=7, critic_loss=None, unsupervised_loss=2.0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_log_says_of_a_step_what_metrics_jsonl_says(name: str) -> None:
+    """Each line reads back to the numbers of the record, in the record's order."""
+    entry = STEPS[name]
+    speed, metrics = read(*entry.lines())["records"]
+    recorded = entry.record()
+    assert metrics == recorded
+    assert list(metrics) == list(recorded)
+    assert recorded["kind"] == "metrics"
+    for shared in set(speed) & set(recorded) - {"kind"}:
+        assert speed[shared] == recorded[shared], shared
+
+
+def test_a_step_without_a_critic_has_none_of_its_quantities() -> None:
+    step = ppo_step(critic_loss=None)
+    gone = set(ppo_step().record()) - set(step.record())
+    assert gone == {
+        "critic_loss",
+        "critic_gradient_norm",
+        "critic_learning_rate",
+        "value_clip_fraction",
+        "explained_variance",
+    }
+    block, _ = read(*step.lines())["records"]
+    assert (block["critic_loss"], block["critic_parameters_b"]) == (None, None)
+    assert block["actor_loss"] == step.actor_loss
+
+
+EVALUATIONS = {
+    "perplexity": PerplexityEvaluation(step=9, epoch=1, epochs=2, ppl=8.5, loss=2.125),
+    "reward": RewardEvaluation(9, 1, 2, False, 0.5, 1.5, -0.5, 0.75, 8),
+    "reward in an epoch": RewardEvaluation(9, 1, 2, True, 0.5, 1.5, -0.5, 0.75, 8),
+    "rewards": DPOEvaluation(9, 1, 2, False, 0.5, 1.5, -0.5, 0.75, 8),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_the_log_says_of_an_evaluation_what_metrics_jsonl_says(name: str) -> None:
+    entry = EVALUATIONS[name]
+    recorded = entry.record()
+    before = write.beginning_of_epoch(1, 2, 10)
+    found, *more = read(before, *entry.lines())["records"]
+    assert {**recorded, **{n: x for n, x in found.items() if x is not None}} == recorded
+    assert [record["eval_accuracy"] for record in more] == [0.75] * (name == "rewards")
 
 
 @given(
