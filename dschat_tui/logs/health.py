@@ -14,6 +14,25 @@ from statistics import median
 from dschat_tui.logs.quantities import QUANTITIES
 from dschat_tui.logs.records import Status
 from dschat_tui.logs.series import Series
+from engine.health import (
+    ACCURACY,
+    ANSWER_LENGTH,
+    ANSWER_LENGTH_CHANGE,
+    CLIP_FRACTION,
+    EOS_SHARE,
+    EXPLAINED_VARIANCE,
+    FIRST_RATIO,
+    GENERATION_SHARE,
+    KL,
+    LOSS_SCALE_FLOOR,
+    OVERFLOW_SHARE,
+    PLATEAU,
+    RATIO,
+    REWARD_AT_CLIP,
+    SILENT_SECONDS,
+    SILENT_STEPS,
+    Limit,
+)
 
 OK, NOTE, CHECK = "ok", "note", "check"
 
@@ -22,22 +41,6 @@ RECENT_VALUES = 3
 COLUMNS = 40
 MIN_VALUES_OF_A_TREND = 10
 
-HIGHEST_KL = 20.0
-LOWEST_KL = -0.5
-RATIO_TOLERANCE = 0.1
-FIRST_RATIO_TOLERANCE = 0.01
-CLIP_FRACTIONS = (0.001, 0.4)
-LOWEST_EXPLAINED_VARIANCE = -0.2
-LARGEST_LENGTH_CHANGE = 0.5
-LOWEST_EOS_SHARE = 0.2
-HIGHEST_CLIPPED_SHARE = 0.3
-FLOOR_EVENTS = 3
-OVERFLOW_SHARE = 0.1
-GENERATION_SHARE = 0.85
-STALL_STEPS = 10
-STALL_SECONDS = 60.0
-# twice the error of the difference of two means of ten values
-PLATEAU_SPREADS = 0.9
 PLATEAU_VALUES = 40
 
 
@@ -106,6 +109,19 @@ def _held(
     return Verdict(name, OK if holds else CHECK, title, reading, rule, normal or _normal(name))
 
 
+def _within(limit: Limit, title: str) -> Callable[[Vitals], Verdict | None]:
+    """The rule that a quantity is within its limit now."""
+
+    def rule(vitals: Vitals) -> Verdict | None:
+        value = _now(vitals.series.get(limit.name))
+        if value is None:
+            return None
+        unit = f" {limit.unit}" if limit.unit else ""
+        return _held(limit.name, title, f"{value:.4g}{unit}", str(limit), limit.holds(value))
+
+    return rule
+
+
 def not_finite(vitals: Vitals) -> Verdict | None:
     """NaN or infinity in a quantity."""
     bad = {name: s.nonfinite for name, s in vitals.series.items() if s.nonfinite}
@@ -131,8 +147,8 @@ def loss_scale_floor(vitals: Vitals) -> Verdict | None:
         "loss_scale_floor",
         "loss scale at its floor",
         f"{count} times",
-        f"fewer than {FLOOR_EVENTS} times",
-        count < FLOOR_EVENTS,
+        str(LOSS_SCALE_FLOOR),
+        LOSS_SCALE_FLOOR.holds(count),
         "never; steps are skipped and nothing is learnt: stop, lower the learning rate or use bf16",
     )
 
@@ -147,20 +163,10 @@ def overflow_rate(vitals: Vitals) -> Verdict | None:
         "overflow_rate",
         "overflows",
         f"{count} in {done} steps",
-        f"at most {OVERFLOW_SHARE:.0%} of the steps",
-        share <= OVERFLOW_SHARE or done < MIN_VALUES_OF_A_TREND,
+        str(OVERFLOW_SHARE),
+        OVERFLOW_SHARE.holds(share) or done < MIN_VALUES_OF_A_TREND,
         "a few at the start of fp16, then one in some hundred steps",
     )
-
-
-def kl_sign(vitals: Vitals) -> Verdict | None:
-    """A KL below zero: the actor's and the reference's probabilities do not belong together."""
-    kl = _now(vitals.series.get("kl"))
-    if kl is None:
-        return None
-    holds = LOWEST_KL <= kl <= HIGHEST_KL
-    rule = f"between {LOWEST_KL} and {HIGHEST_KL:g}"
-    return _held("kl", "KL to the reference", f"{kl:.4g} nats", rule, holds)
 
 
 def kl_trend(vitals: Vitals) -> Verdict | None:
@@ -169,9 +175,10 @@ def kl_trend(vitals: Vitals) -> Verdict | None:
     if halves is None:
         return None
     first, second = halves
-    holds = second < max(4 * first, HIGHEST_KL / 4)
+    high = KL.highest / 4
+    holds = second < max(4 * first, high)
     reading = f"{first:.4g}, then {second:.4g}"
-    rule = f"the second half below 4 times the first, or below {HIGHEST_KL / 4:g}"
+    rule = f"the second half below 4 times the first, or below {high:g}"
     return _held("kl_trend", "KL trend", reading, rule, holds, _normal("kl"))
 
 
@@ -180,25 +187,16 @@ def reward_hacking(vitals: Vitals) -> Verdict | None:
     reward, kl = (_halves(vitals.series.get(name)) for name in ("reward", "kl"))
     if reward is None or kl is None:
         return None
-    hacks = reward[1] > reward[0] and kl[1] > HIGHEST_KL / 2 and kl[1] > 2 * kl[0]
+    high = KL.highest / 2
+    hacks = reward[1] > reward[0] and kl[1] > high and kl[1] > 2 * kl[0]
     return _held(
         "reward_hacking",
         "reward against KL",
         f"reward {reward[0]:.3g} to {reward[1]:.3g}, KL {kl[0]:.3g} to {kl[1]:.3g}",
-        f"no rising reward while KL doubles beyond {HIGHEST_KL / 2:g}",
+        f"no rising reward while KL doubles beyond {high:g}",
         not hacks,
         "both rise slowly; read the best answers, raise ppo.kl_coef",
     )
-
-
-def first_ratio(vitals: Vitals) -> Verdict | None:
-    """The ratio before any update, which is 1 where sampling and training agree."""
-    ratio = _now(vitals.series.get("first_ratio_mean"))
-    if ratio is None:
-        return None
-    holds = abs(ratio - 1) <= FIRST_RATIO_TOLERANCE
-    rule = f"within {FIRST_RATIO_TOLERANCE} of 1"
-    return _held("first_ratio", "ratio of the first minibatch", f"{ratio:.4f}", rule, holds, "1")
 
 
 def ratio(vitals: Vitals) -> Verdict | None:
@@ -207,31 +205,10 @@ def ratio(vitals: Vitals) -> Verdict | None:
     if mean is None:
         return None
     reading = f"{mean:.4g}" + ("" if largest is None else f", at most {largest:.4g}")
-    holds = abs(mean - 1) <= RATIO_TOLERANCE
-    return _held("ratio_mean", "ratio", reading, f"within {RATIO_TOLERANCE} of 1", holds)
+    return _held("ratio_mean", "ratio", reading, str(RATIO), RATIO.holds(mean))
 
 
-def clip_fraction(vitals: Vitals) -> Verdict | None:
-    """How much PPO's clip cuts."""
-    share = _now(vitals.series.get("clip_fraction"))
-    if share is None:
-        return None
-    low, high = CLIP_FRACTIONS
-    rule = f"between {low} and {high}"
-    return _held("clip_fraction", "clip fraction", f"{share:.3g}", rule, low <= share <= high)
-
-
-def explained_variance(vitals: Vitals) -> Verdict | None:
-    """Whether the critic foresees the returns."""
-    value = _now(vitals.series.get("explained_variance"))
-    if value is None:
-        return None
-    holds = value >= LOWEST_EXPLAINED_VARIANCE
-    rule = f"at least {LOWEST_EXPLAINED_VARIANCE}"
-    return _held("explained_variance", "critic", f"{value:.3g}", rule, holds)
-
-
-def answer_length(vitals: Vitals) -> Verdict | None:
+def answer_length_change(vitals: Vitals) -> Verdict | None:
     """Answers that grow or shrink: a way to please the reward model without being better."""
     halves = _halves(vitals.series.get("answer_length"))
     if halves is None:
@@ -239,31 +216,13 @@ def answer_length(vitals: Vitals) -> Verdict | None:
     first, second = halves
     change = second / first - 1 if first else 0.0
     return _held(
-        "answer_length",
-        "answer length",
+        "answer_length_change",
+        "change of the answer length",
         f"{first:.3g}, then {second:.3g} tokens",
-        f"changes by less than {LARGEST_LENGTH_CHANGE:.0%}",
-        abs(change) < LARGEST_LENGTH_CHANGE,
+        str(ANSWER_LENGTH_CHANGE),
+        ANSWER_LENGTH_CHANGE.holds(change),
+        _normal("answer_length"),
     )
-
-
-def eos_share(vitals: Vitals) -> Verdict | None:
-    """Answers that never end: cut off, or the end token was not learnt."""
-    share = _now(vitals.series.get("eos_share"))
-    if share is None:
-        return None
-    rule = f"at least {LOWEST_EOS_SHARE}"
-    return _held("eos_share", "answers that end", f"{share:.3g}", rule, share >= LOWEST_EOS_SHARE)
-
-
-def reward_at_clip(vitals: Vitals) -> Verdict | None:
-    """Rewards at their bound, where better and worse answers look the same."""
-    share = _now(vitals.series.get("reward_at_clip_share"))
-    if share is None:
-        return None
-    holds = share <= HIGHEST_CLIPPED_SHARE
-    rule = f"at most {HIGHEST_CLIPPED_SHARE}"
-    return _held("reward_at_clip_share", "rewards at their clip", f"{share:.3g}", rule, holds)
 
 
 def generation_share(vitals: Vitals) -> Verdict | None:
@@ -274,11 +233,11 @@ def generation_share(vitals: Vitals) -> Verdict | None:
     share = part / whole
     return Verdict(
         "generation_share",
-        OK if share <= GENERATION_SHARE else CHECK,
+        OK if GENERATION_SHARE.holds(share) else CHECK,
         "time spent generating",
         f"{share:.0%} of {whole:.3g} s",
-        f"at most {GENERATION_SHARE:.0%}",
-        "40 to 80 %; the hybrid engine (hybrid_engine.enabled) makes it less",
+        str(GENERATION_SHARE),
+        f"less; {GENERATION_SHARE.why}",
     )
 
 
@@ -288,7 +247,9 @@ def accuracy(vitals: Vitals) -> Verdict | None:
     value = _now(series) if vitals.status.step in ("reward", "dpo") else None
     if value is None:
         return None
-    return _held("accuracy", "pairs told right", f"{value:.3g}", "above 0.55", value > 0.55)
+    return _held(
+        "accuracy", "pairs told right", f"{value:.3g}", str(ACCURACY), ACCURACY.holds(value)
+    )
 
 
 def margin(vitals: Vitals) -> Verdict | None:
@@ -311,13 +272,13 @@ def plateau(vitals: Vitals) -> Verdict | None:
     change = sum(fourth) / len(fourth) - sum(third) / len(third)
     centre = sum(half) / len(half)
     spread = math.sqrt(sum((x - centre) ** 2 for x in half) / len(half))
-    moves = spread > 0 and abs(change) > PLATEAU_SPREADS * spread
+    moves = spread > 0 and PLATEAU.holds(abs(change) / spread)
     return Verdict(
         "plateau",
         OK if moves else NOTE,
         f"progress of the {name}",
         f"changed by {change:+.3g} over the last quarter",
-        f"by more than {PLATEAU_SPREADS} of its spread, {spread:.2g}",
+        f"{PLATEAU}, {spread:.2g}",
         "flat near the end is normal; flat from the start is not",
     )
 
@@ -336,14 +297,14 @@ def stall(vitals: Vitals) -> Verdict | None:
     if vitals.silent_s is None:
         return None
     step = seconds_a_step(vitals.series)
-    limit = max(STALL_SECONDS, STALL_STEPS * (step or 0.0))
+    limit = max(SILENT_SECONDS.highest, SILENT_STEPS.highest * (step or 0.0))
     waits = f"nothing written for {vitals.silent_s:.0f} s"
     return Verdict(
         "stall",
         OK if vitals.silent_s <= limit else CHECK,
         "signs of life",
         waits if vitals.silent_s > limit else f"wrote {vitals.silent_s:.0f} s ago",
-        f"at most {STALL_STEPS} median steps or {STALL_SECONDS:.0f} s, here {limit:.0f} s",
+        f"{SILENT_STEPS} or {SILENT_SECONDS.highest:g} s, here {limit:.0f} s",
         "a line each step; long phases name themselves (loading, tokenising, compiling)",
     )
 
@@ -353,16 +314,17 @@ RULES: tuple[Callable[[Vitals], Verdict | None], ...] = (
     loss_scale_floor,
     overflow_rate,
     stall,
-    kl_sign,
+    _within(KL, "KL to the reference"),
     kl_trend,
     reward_hacking,
-    first_ratio,
+    _within(FIRST_RATIO, "ratio of the first minibatch"),
     ratio,
-    clip_fraction,
-    explained_variance,
-    answer_length,
-    eos_share,
-    reward_at_clip,
+    _within(CLIP_FRACTION, "clip fraction"),
+    _within(EXPLAINED_VARIANCE, "critic"),
+    _within(ANSWER_LENGTH, "answer length"),
+    answer_length_change,
+    _within(EOS_SHARE, "answers that end"),
+    _within(REWARD_AT_CLIP, "rewards at their clip"),
     accuracy,
     margin,
     plateau,

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from engine.health import (
+    ACCURACY,
+    ANSWER_LENGTH,
+    CLIP_FRACTION,
+    EOS_SHARE,
+    EXPLAINED_VARIANCE,
+    FIRST_RATIO,
+    GENERATION_SHARE,
+    KL,
+    RATIO,
+    REWARD_AT_CLIP,
+    Limit,
+)
+
 
 class Quantity(NamedTuple):
-    """A quantity of a log, under the name that metrics.jsonl has for it."""
+    """A quantity of a log, under the name that metrics.jsonl has for it.
+
+    `normal` is in words where `limit` has the numbers.
+    """
 
     name: str
     title: str
     unit: str
     meaning: str
     normal: str
+    limit: Limit | None = None
+
+    @property
+    def help(self) -> str:
+        """What it is, where it is normally and, where a verdict is held against it, why there."""
+        text = f"{self.meaning} Normally {self.normal}."
+        if self.limit is None:
+            return text
+        why = self.limit.why
+        return f"{text} Healthy: {self.limit}. {why[0].upper()}{why[1:]}."
 
 
 _TABLE = (
@@ -46,9 +73,10 @@ _TABLE = (
         "accuracy",
         "",
         "Share of pairs whose chosen answer scores higher.",
-        "0.6 to 0.75 on human preferences; 0.5 is chance",
+        "rising",
+        ACCURACY,
     ),
-    Quantity("eval_accuracy", "held out", "", "Accuracy on held-out pairs.", "0.6 to 0.75"),
+    Quantity("eval_accuracy", "held out", "", "Accuracy on held-out pairs.", "rising", ACCURACY),
     Quantity(
         "margin", "margin", "", "Chosen minus rejected score, mean over pairs.", "above 0, growing"
     ),
@@ -72,30 +100,46 @@ _TABLE = (
         "at the clip",
         "",
         "Share of answers whose reward is at its clip bound.",
-        "below 0.1",
+        "near 0",
+        REWARD_AT_CLIP,
     ),
     Quantity("actor_loss", "actor", "", "Clipped policy loss.", "near 0, either sign"),
     Quantity("critic_loss", "critic", "", "Error of the value head.", "falling, then steady"),
     Quantity("unsupervised_loss", "unsupervised", "", "Loss of the text mixture.", "steady"),
     Quantity(
-        "kl", "KL", "nats", "Actor from reference, summed over an answer.", "0 to 10, rising slowly"
+        "kl", "KL", "nats", "Actor from reference, summed over an answer.", "rising slowly", KL
     ),
     Quantity("kl_coef", "KL weight", "", "Weight of the KL in the reward.", "0.01 to 0.2"),
     Quantity("entropy", "entropy", "nats", "Of a token's distribution.", "falling slowly"),
     Quantity("approx_kl", "update KL", "nats", "How far one step's updates move.", "below 0.05"),
-    Quantity("clip_fraction", "clipped", "", "Share of tokens that PPO clips.", "0.02 to 0.3"),
+    Quantity(
+        "clip_fraction", "clipped", "", "Share of tokens that PPO clips.", "steady", CLIP_FRACTION
+    ),
     Quantity("value_clip_fraction", "value clipped", "", "Clipped values.", "below 0.5"),
-    Quantity("ratio_mean", "ratio", "", "New over old probability.", "0.9 to 1.1"),
+    Quantity("ratio_mean", "ratio", "", "New over old probability.", "near 1", RATIO),
+    Quantity(
+        "first_ratio_mean", "first ratio", "", "Ratio of the first minibatch.", "1", FIRST_RATIO
+    ),
     Quantity("ratio_max", "ratio max", "", "The largest of them.", "below 10"),
     Quantity(
         "explained_variance",
         "explained variance",
         "",
         "How much of the returns the critic foresees.",
-        "rising from 0 towards 1; below 0 it harms",
+        "rising towards 1",
+        EXPLAINED_VARIANCE,
     ),
-    Quantity("answer_length", "answer length", "tokens", "Mean of the answers.", "no drift"),
-    Quantity("eos_share", "ended", "", "Share of answers that end by themselves.", "above 0.5"),
+    Quantity(
+        "answer_length", "answer length", "tokens", "Mean of the answers.", "steady", ANSWER_LENGTH
+    ),
+    Quantity(
+        "eos_share",
+        "ended",
+        "",
+        "Share of answers that end by themselves.",
+        "nearly all",
+        EOS_SHARE,
+    ),
     Quantity(
         "empty_answers",
         "empty answers",
@@ -108,7 +152,14 @@ _TABLE = (
     Quantity("actor_learning_rate", "actor rate", "", "Learning rate.", "as scheduled"),
     Quantity("critic_learning_rate", "critic rate", "", "Learning rate.", "as scheduled"),
     Quantity("e2e_s", "step", "s", "Seconds a step.", "steady"),
-    Quantity("generate_s", "generate", "s", "Of these, generating answers.", "40 to 80 %"),
+    Quantity(
+        "generate_s",
+        "generate",
+        "s",
+        "Of these, generating answers.",
+        "about half of the step",
+        GENERATION_SHARE,
+    ),
     Quantity("train_s", "train", "s", "Of these, updating.", "15 to 50 %"),
     Quantity("other_s", "other", "s", "Of these, scoring and the rest.", "below 30 %"),
     Quantity("memory_gb", "memory", "GB", "Device memory.", "steady, below the device's"),

@@ -109,8 +109,7 @@ class HelpRows:
         for name in names:
             quantity = QUANTITIES[name]
             unit = f" ({quantity.unit})" if quantity.unit else ""
-            told = f"{quantity.meaning} Normally {quantity.normal}."
-            self._entry(f"  {quantity.title + unit:<{NAME_WIDTH}}", told)
+            self._entry(f"  {quantity.title + unit:<{NAME_WIDTH}}", quantity.help)
 
     def _entry(self, head: str, text: str) -> None:
         """A name and its text, broken beside it."""

@@ -8,18 +8,15 @@ from collections.abc import Mapping
 
 from deepspeed import DeepSpeedEngine
 
+from engine.health import ANSWER_LENGTH, FLAT_REWARD, KL, LOSS_SCALE_FLOOR, REWARD_AT_CLIP
 from engine.trainers.overflow import loss_scale
 from engine.trainers.report import Report
 
 # Steps in a row before an alarm: one bad step is not a trend.
-_FLOOR_STEPS = 3
+_FLOOR_STEPS = int(LOSS_SCALE_FLOOR.highest) + 1
 _TREND_STEPS = 5
-_SHORTEST_ANSWER = 3.0
-_LARGEST_KL = 20.0
-_LARGEST_CLIP_SHARE = 0.5
-# The reward counts as flat if so many steps moved it by less than this share of a deviation.
+# Steps over which the reward must move.
 _FLAT_STEPS = 30
-_FLAT_SHARE = 0.02
 
 _WAY_OUT = (
     "Training diverged. The last checkpoint is from before; lower the learning rate, or set "
@@ -68,25 +65,34 @@ class Watchdog:
             values: the metrics of a PPO step.
         """
         length, kl = values["answer_length"], values["kl"]
-        if self._held("short", length < _SHORTEST_ANSWER, _TREND_STEPS):
+        if self._held("short", not ANSWER_LENGTH.holds(length), _TREND_STEPS):
             self._report.warning(
-                f"answers have {length:.1f} tokens on average, below {_SHORTEST_ANSWER:.0f} for "
+                f"answers have {length:.1f} tokens on average, below {ANSWER_LENGTH.lowest:g} for "
                 f"{_TREND_STEPS} steps; check the reward model and ppo.kl_coef"
             )
-        if self._held("kl", kl > _LARGEST_KL, 1):
+        if self._held("kl", kl > KL.highest, 1):
             self._report.warning(
-                f"the KL is {kl:.1f} nats an answer, above {_LARGEST_KL:.0f}: the actor is far "
+                f"the KL is {kl:.1f} nats an answer, above {KL.highest:g}: the actor is far "
                 "from the SFT model; check answers for nonsense, raise ppo.kl_coef"
             )
+        # The estimate of a batch may be below 0 by chance, but not of one after another.
+        if self._held("negative kl", kl < KL.lowest, _TREND_STEPS):
+            self._report.warning(
+                f"the KL is {kl:.1f} nats per answer, below {KL.lowest:g} for {_TREND_STEPS} "
+                "steps: answers are not sampled from the probabilities that they are scored by; "
+                "see whether hybrid_engine.enabled=false changes it"
+            )
         share = values["reward_at_clip_share"]
-        if self._held("clip", share > _LARGEST_CLIP_SHARE, _TREND_STEPS):
+        if self._held("clip", not REWARD_AT_CLIP.holds(share), _TREND_STEPS):
             self._report.warning(
                 f"{share:.0%} of the scores are at the bound for {_TREND_STEPS} steps, where "
                 "answers no longer differ; raise ppo.reward_clip or set ppo.normalize_reward"
             )
         self._rewards = [*self._rewards[1 - _FLAT_STEPS :], values["reward_ema"]]
         moved = max(self._rewards) - min(self._rewards)
-        flat = len(self._rewards) == _FLAT_STEPS and moved < _FLAT_SHARE * values["score_std"]
+        # Multiplied, since scores that are all equal have no deviation to divide by.
+        least = FLAT_REWARD.lowest * values["score_std"]
+        flat = len(self._rewards) == _FLAT_STEPS and moved < least
         if self._held("flat", flat, 1):
             self._report.warning(
                 f"the reward moved by {moved:.3g} in {_FLAT_STEPS} steps: it is flat; check the "

@@ -1,0 +1,138 @@
+"""Where training is healthy: the one table of its limits, for trainer, dashboard and help alike.
+
+Imports no torch, as the dashboard reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The values at which a quantity is healthy, bounds included.
+
+    Attributes:
+        name: the quantity's name in metrics.jsonl, or what is derived from it.
+        why: what a value beyond means, and for a bound that was chosen why it is there.
+        unit: that of the bounds.
+        lowest: minus infinity without a lower bound.
+        highest: infinity without an upper bound.
+    """
+
+    name: str
+    why: str
+    unit: str = ""
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is healthy; NaN is not."""
+        return self.lowest <= value <= self.highest
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        if self.lowest == -math.inf:
+            return f"at most {self.highest:g}{unit}"
+        if self.highest == math.inf:
+            return f"at least {self.lowest:g}{unit}"
+        return f"between {self.lowest:g} and {self.highest:g}{unit}"
+
+
+KL = Limit(
+    "kl",
+    "below, sampling and scoring disagree, as a KL is 0 or more up to the noise of its estimate; "
+    "above, the actor is far from the SFT model, where the reward model has learnt nothing",
+    unit="nats",
+    lowest=-0.5,
+    highest=20,
+)
+REWARD_AT_CLIP = Limit(
+    "reward_at_clip_share",
+    "answers at the bound no longer differ; with a third of them there the mean reward stands "
+    "still while answers get better or worse",
+    highest=0.3,
+)
+ANSWER_LENGTH = Limit(
+    "answer_length",
+    "shorter ones, of which the end is one token, say nothing: the policy has collapsed",
+    unit="tokens",
+    lowest=3,
+)
+ANSWER_LENGTH_CHANGE = Limit(
+    "answer_length_change",
+    "answers that grow or shrink please the reward model without being better",
+    unit="of the first half",
+    lowest=-0.5,
+    highest=0.5,
+)
+EOS_SHARE = Limit(
+    "eos_share",
+    "below, most answers are cut at ppo.max_answer_length: the end token was not learnt",
+    lowest=0.2,
+)
+FIRST_RATIO = Limit(
+    "first_ratio_mean",
+    "before any update the ratio is 1, up to rounding, where sampling and training agree",
+    lowest=0.99,
+    highest=1.01,
+)
+RATIO = Limit(
+    "ratio_mean",
+    "outside, the updates of one step go far from the policy that answered",
+    lowest=0.9,
+    highest=1.1,
+)
+CLIP_FRACTION = Limit(
+    "clip_fraction",
+    "below, updates are too small for the clip to act at all; above, they are too large",
+    lowest=0.001,
+    highest=0.4,
+)
+EXPLAINED_VARIANCE = Limit(
+    "explained_variance",
+    "below 0 a critic foresees less than a constant would, as a fresh one does for some steps",
+    lowest=-0.2,
+)
+FLAT_REWARD = Limit(
+    "reward_change",
+    "nothing is learnt, or the reward model does not tell answers apart",
+    unit="of the scores' deviation",
+    lowest=0.02,
+)
+PLATEAU = Limit(
+    "last_quarter_change",
+    "twice the error of the difference of two means of ten values",
+    unit="of its spread",
+    lowest=0.9,
+)
+ACCURACY = Limit(
+    "accuracy",
+    "0.5 is chance; on human preferences reward models reach 0.6 to 0.75",
+    lowest=0.55,
+)
+GENERATION_SHARE = Limit(
+    "generation_share",
+    "the hybrid engine (hybrid_engine.enabled) makes it less",
+    unit="of the step",
+    highest=0.85,
+)
+OVERFLOW_SHARE = Limit(
+    "overflow_share",
+    "steps of fp16 that overflow are skipped; a few are normal at the start",
+    unit="of the steps",
+    highest=0.1,
+)
+LOSS_SCALE_FLOOR = Limit(
+    "loss_scale_floor",
+    "at the least loss scale every step is skipped, and nothing is learnt",
+    unit="times",
+    highest=2,
+)
+SILENT_STEPS = Limit(
+    "silent_steps", "a step writes a line when it ends", unit="median steps", highest=10
+)
+SILENT_SECONDS = Limit(
+    "silent_s", "short steps may wait for an evaluation or a disk", unit="s", highest=60
+)
