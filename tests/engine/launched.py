@@ -1,4 +1,4 @@
-"""Start a worker of a test on two ranks through the real launcher."""
+"""Start a worker of a test on several ranks through the real launcher."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def free_environment() -> dict[str, str]:
     return environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
 
-def launch(worker: Path, *arguments: object, timeout: int = 600) -> str:
-    """Run `worker` with `deepspeed` on two ranks and wait for it.
+def launch(worker: Path, *arguments: object, ranks: int = 2, timeout: int = 600) -> str:
+    """Run `worker` with `deepspeed` on some ranks and wait for it.
 
     Returns:
         its output.
@@ -38,7 +38,7 @@ def launch(worker: Path, *arguments: object, timeout: int = 600) -> str:
     """
     environment = free_environment()
     command = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", "/dev/null"]
-    command += ["--num_gpus", "2", "--master_port", environment["MASTER_PORT"], str(worker)]
+    command += ["--num_gpus", str(ranks), "--master_port", environment["MASTER_PORT"], str(worker)]
     with subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,
