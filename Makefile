@@ -6,7 +6,7 @@ TORCH := 2.13.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-gpu lint format bench bench-gpu clean
 
 demo: $(VENV)/installed
 	rm -rf output/demo
@@ -30,6 +30,10 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# Prints its table and writes it to output/bench-gpu.md.
+bench-gpu: $(VENV)/installed
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV)

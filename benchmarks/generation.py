@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from engine.config.schema import HybridEngineConfig, LoraConfig
 from engine.distributed import (
+    device,
     max_over_ranks,
     process_group,
     rank,
@@ -86,13 +87,14 @@ def build_model(path: str | None, dtype: torch.dtype) -> Any:
 
 def read_bandwidth() -> float:
     """Bytes a second that this rank reads while all ranks read."""
-    block = torch.ones(2**26)
+    block = torch.ones(2**26, device=device())
     best = float("inf")
     for _ in range(5):
         if world_size() > 1:
             dist.barrier()
         start = time.perf_counter()
-        block.sum()
+        # Reading the result waits for a GPU.
+        block.sum().item()
         best = min(best, time.perf_counter() - start)
     return block.nbytes / best
 
@@ -113,8 +115,8 @@ def timed(run: Callable[[], Generation]) -> tuple[float, int]:
     if world_size() > 1:
         dist.barrier()
     start = time.perf_counter()
-    result = run()
-    seconds, tokens = time.perf_counter() - start, result.lengths.sum()
+    tokens = int(run().lengths.sum())
+    seconds = time.perf_counter() - start
     return max_over_ranks(seconds), int(sum_over_ranks(tokens)[0])
 
 
@@ -143,17 +145,19 @@ def measure_pair(case: Case, options: argparse.Namespace) -> str:
             pad_id=1,
         )
     seed = torch.Generator().manual_seed(rank())
-    ids = torch.randint(5, vocabulary, (options.rows, options.prompt), generator=seed)
+    ids = torch.randint(5, vocabulary, (options.rows, options.prompt), generator=seed).to(device())
     mask = torch.ones_like(ids)
     mask[0, : options.prompt // 4] = 0
     hybrid = HybridEngine(engine, HybridEngineConfig(enabled=True))
 
     def on() -> Generation:
         with hybrid.rollout():
-            return hybrid.generate(ids, mask, sampling, torch.Generator().manual_seed(1))
+            return hybrid.generate(ids, mask, sampling, torch.Generator(device()).manual_seed(1))
 
     def off() -> Generation:
-        return generate(engine.module, ids, mask, sampling, torch.Generator().manual_seed(1))
+        return generate(
+            engine.module, ids, mask, sampling, torch.Generator(device()).manual_seed(1)
+        )
 
     on()
     if hybrid.off_reason is not None:
@@ -177,8 +181,9 @@ def table_line(name: str, off: float, on: float, off_share: float, on_share: flo
 
 def measure_one_row(options: argparse.Namespace) -> str:
     """Time one row, greedy, against transformers' own `generate`."""
-    model = build_model(options.model, DTYPES[options.dtype]).eval()
-    ids = torch.randint(5, 1000, (1, options.prompt), generator=torch.Generator().manual_seed(0))
+    model = build_model(options.model, DTYPES[options.dtype]).eval().to(device())
+    seed = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 1000, (1, options.prompt), generator=seed).to(device())
     sampling = Sampling(
         max_new_tokens=options.new_tokens, eos_ids=(), pad_id=1, ignore_eos=True, greedy=True
     )
