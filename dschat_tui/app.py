@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual import events
 from textual.app import App
@@ -21,12 +21,16 @@ from dschat_tui import hangup, keys
 from dschat_tui.logs.source import Source, SourceError, find_source
 from dschat_tui.runs.state import RUNNING, unknown_run_state
 from dschat_tui.screens.base import DashboardScreen
-from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.dialogs import Choice, Question
 from dschat_tui.screens.help import PAGES_WIDTH, HelpRows, Pages
 from dschat_tui.screens.run import LOST_SECONDS, RunScreen
 from dschat_tui.screens.runs import RunsScreen
 from dschat_tui.screens.start import StartScreen
 from dschat_tui.widgets.rows import row_text
+from dschat_tui.widgets.text import clean
+
+if TYPE_CHECKING:
+    from dschat_tui.screens.chat import ChatScreen
 
 EXIT_REFUSED = 2
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -64,6 +68,7 @@ class Dashboard(App[None]):
         # what comes once the app is left
         self.leads_to = leads_to
         self.set_class(ascii_only, "-ascii")
+        self._chats: dict[Path, ChatScreen] = {}
         self._running_loop: asyncio.AbstractEventLoop | None = None
 
     def on_mount(self) -> None:
@@ -98,15 +103,30 @@ class Dashboard(App[None]):
         self.push_screen(SweepScreen(folder))
 
     def open_chat(self, run: Path) -> bool:
-        """Talk with the models of a run; False where it has none yet."""
+        """Talk with the models of a run, or go on talking; False where it has none yet."""
         from dschat_tui.chat.paths import relatives
         from dschat_tui.screens.chat import ChatScreen
 
         models = relatives(run)
         models.pop("reward", None)
-        if models:
-            self.push_screen(ChatScreen(models))
-        return bool(models)
+        if not models:
+            return False
+        chat = self._chats.get(run)
+        if chat is None or not chat.is_alive:
+            self.end_chat(run)
+            chat = self._chats[run] = ChatScreen(models)
+            # an installed screen lives on when it is left
+            self.install_screen(chat, f"chat {run}")
+        chat.offer(models)
+        self.push_screen(chat)
+        return True
+
+    def end_chat(self, run: Path) -> None:
+        """End a chat that was left, and its processes."""
+        chat = self._chats.pop(run, None)
+        if chat is not None and self.is_screen_installed(chat):
+            self.uninstall_screen(chat)
+            chat.remove()
 
     def on_key(self, event: events.Key) -> None:
         """A letter that was typed before the line it is meant for had the focus goes into it."""
@@ -145,18 +165,28 @@ class Dashboard(App[None]):
         self.push_screen(Pages("Help", HelpRows(keys.scopes_of(kinds), metrics, width)))
 
     def action_leave(self) -> None:
-        """Quit; with a run going, ask what becomes of it."""
+        """Quit; with a run going or a chat kept, ask what becomes of it."""
         screen = self.screen
+        ends = [
+            f"This ends the chat with {clean(run.name, self.has_class('-ascii'))}."
+            for run, chat in self._chats.items()
+            if chat.is_alive and chat.has_begun
+        ]
         if not isinstance(screen, RunScreen) or not screen.run_goes_on:
-            self.exit()
+            if ends:
+                quitting = Question(ends, [Choice("y", "quit", "quit")], ("n", "stay"))
+                self.push_screen(quitting, self._leave_answered)
+            else:
+                self.exit()
             return
         question = Question(
-            ["The run goes on. Leave it?"],
+            ["The run goes on. Leave it?", *ends],
             [
-                ("d", "detach: it goes on without this screen", "detach"),
-                ("s", "stop it, then leave", "stop"),
-                ("c", "cancel", ""),
+                Choice("d", "detach: it goes on without this screen", "detach", acts=False),
+                Choice("s", "stop it, then leave", "stop"),
             ],
+            ("c", "cancel"),
+            enter="detach",
         )
         self.push_screen(question, self._leave_answered)
 

@@ -12,6 +12,7 @@ class Key(NamedTuple):
     """A key: where it works, its id, Textual's names of it, what it does, and how it is shown.
 
     `hint` orders the keys in the row at the bottom, the lowest first; 0 stands in help alone.
+    `acts`: it starts, stops or deletes something, so a letter typed for another screen must not.
     """
 
     scope: str
@@ -21,12 +22,13 @@ class Key(NamedTuple):
     description: str
     display: str
     hint: int = 0
+    acts: bool = False
 
 
 KEYS = (
     Key("app", "app.quit", "q,ctrl+c", "leave", "quit", "q", 10),
     Key("app", "app.help", "question_mark", "help", "help", "?", 12),
-    Key("start", "start.start", "s", "start", "start it", "s", 1),
+    Key("start", "start.start", "s", "start", "start it", "s", 1, acts=True),
     Key("start", "start.next", "tab", "panel(1)", "panel", "tab", 20),
     Key("start", "start.previous", "shift+tab", "panel(-1)", "previous panel", "shift+tab"),
     *(
@@ -77,28 +79,29 @@ KEYS = (
     Key("run", "run.zoom_in", "plus,equals_sign", "zoom(0.5)", "zoom", "+", 42),
     Key("run", "run.zoom_out", "minus", "zoom(2.0)", "zoom out", "-"),
     Key("run", "run.pause", "p", "pause", "pause", "p", 45),
-    Key("run", "run.stop", "x", "stop", "stop", "x", 11),
-    Key("run", "run.resume", "u", "resume", "go on with a run that stopped or waits", "u"),
+    Key("run", "run.stop", "x", "stop", "stop", "x", 11, acts=True),
+    Key("run", "run.resume", "u", "resume", "go on with a stopped or paused run", "u", acts=True),
     Key("run", "run.search", "slash", "search", "search", "/", 32),
     Key("run", "run.next_found", "n", "found(1)", "next that was found", "n"),
     Key("run", "run.previous_found", "N", "found(-1)", "previous that was found", "N"),
     Key("run", "run.follow", "f", "follow", "follow the end of the log", "f"),
     Key("run", "run.sort", "r", "sort", "sort the answers another way", "r"),
     Key("run", "run.chat", "t", "chat", "talk with its model", "t", 33),
-    Key("chat", "chat.back", "escape", "back", "end the answer, else leave", "esc", 1),
-    Key("chat", "chat.beside", "ctrl+n", "beside", "second model", "ctrl+n", 2),
-    Key("chat", "chat.hear", "tab", "hear", "who hears you", "tab", 3),
-    Key("chat", "chat.up", "pageup", "scroll(-1)", "earlier", "pgup", 4),
-    Key("chat", "chat.down", "pagedown", "scroll(1)", "later", "pgdn", 5),
+    Key("chat", "chat.stop", "escape,ctrl+c", "screen.interrupt", "stop the answer", "esc", 1),
+    Key("chat", "chat.back", "ctrl+d", "screen.back", "leave, keep it", "^d", 2),
+    Key("chat", "chat.beside", "ctrl+n", "screen.beside", "second model", "^n", 3),
+    Key("chat", "chat.hear", "tab", "screen.hear", "who hears you", "tab", 4),
+    Key("chat", "chat.up", "pageup", "screen.scroll(-1)", "earlier", "pgup", 5),
+    Key("chat", "chat.down", "pagedown", "screen.scroll(1)", "later", "pgdn", 6),
     Key("runs", "runs.back", "escape", "back", "back", "esc"),
     Key("runs", "runs.open", "o", "open", "open", "enter", 1),
     Key("runs", "runs.mark", "m", "mark", "mark", "m", 2),
     Key("runs", "runs.compare", "c", "compare", "compare the marked", "c", 3),
     Key("runs", "runs.chat", "t", "chat", "talk with its model", "t"),
-    Key("runs", "runs.stop", "x", "stop", "stop", "x", 4),
-    Key("runs", "runs.resume", "u", "resume", "go on", "u", 5),
+    Key("runs", "runs.stop", "x", "stop", "stop", "x", 4, acts=True),
+    Key("runs", "runs.resume", "u", "resume", "go on", "u", 5, acts=True),
     Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),
-    Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6),
+    Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6, acts=True),
     Key("compare", "compare.back", "escape", "back", "back", "esc", 1),
     Key("compare", "compare.step4", "4", "show_step(3)", "DPO beside RLHF", "4"),
     Key("compare", "compare.differences", "d", "differences", "differences", "d", 2),
@@ -112,6 +115,10 @@ KEYS = (
     Key("list", "list.shift_right", "right_square_bracket", "shift(1)", "look right", "]"),
     Key("list", "list.pick", "enter", "pick", "open", "enter"),
 )
+
+
+# the actions of the keys that start, stop or delete
+ACTING = frozenset(key.action for key in KEYS if key.acts)
 
 
 def bindings(*scopes: str) -> list[BindingType]:

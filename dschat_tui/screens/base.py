@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.screen import Screen
 
 from dschat_tui import keys
+from dschat_tui.screens.settling import TOO_SOON, Settling
 from dschat_tui.widgets.rows import Row
 from dschat_tui.widgets.text import ASCII, UNICODE, Glyphs, clean
 
@@ -16,7 +17,7 @@ TOLD_SECONDS = 6.0
 SMALL_WIDTH, SMALL_HEIGHT = 80, 20
 
 
-class DashboardScreen(Screen[None]):
+class DashboardScreen(Settling, Screen[None]):
     """A screen that draws itself anew when its size has changed."""
 
     AUTO_FOCUS: ClassVar[str | None] = None
@@ -49,6 +50,13 @@ class DashboardScreen(Screen[None]):
     def on_resize(self) -> None:
         """Draw for the new size."""
         self.call_after_refresh(self.draw)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Refuse a key that starts, stops or deletes while it may be meant for another screen."""
+        if action in keys.ACTING and not self.is_settled:
+            self.tell(TOO_SOON)
+            return False
+        return True
 
     def take_typed(self, sign: str) -> bool:
         """Put a sign into the line that is typed into; False where there is no such line."""

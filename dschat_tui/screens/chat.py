@@ -99,6 +99,18 @@ class Conversation(Container):
         return [*row, (f"{dot}{told}", "muted")] if told else row
 
 
+class Prompt(Input):
+    """The line that is typed into; the keys of the chat come before those of a line."""
+
+    # not as priority bindings of the screen: those overtake the keys that were typed before them
+    BINDINGS = keys.bindings("chat")
+
+    async def action_submit(self) -> None:
+        """Send the line, and be empty for the next key."""
+        await super().action_submit()
+        self.clear()
+
+
 class ChatScreen(DashboardScreen):
     """Conversations with one or two models of a run; what is asked goes to both, or to one."""
 
@@ -119,7 +131,7 @@ class ChatScreen(DashboardScreen):
             command: what starts a conversation with a folder.
         """
         super().__init__()
-        self.models = {name: models[name] for name in ORDER if name in models}
+        self.offer(models)
         self.command = command
         self.hearer = BOTH
 
@@ -130,13 +142,30 @@ class ChatScreen(DashboardScreen):
             yield self._conversation(next(iter(self.models)))
         with Container(id="ask"):
             yield Line(id="hearer")
-            yield Input(
+            yield Prompt(
                 placeholder="ask, or /help",
                 suggester=SuggestFromList(list(COMMANDS)),
                 id="question",
                 compact=True,
             )
         yield Line(id="chat-keys")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of its models can still answer, or soon will."""
+        over = (ENDED, FAILED)
+        return not self.conversations or any(
+            conversation.transcript.state not in over for conversation in self.conversations
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was said."""
+        return any(conversation.transcript.count for conversation in self.conversations)
+
+    def offer(self, models: Mapping[str, str]) -> None:
+        """Take note of the models that the run has by now."""
+        self.models = {name: models[name] for name in ORDER if name in models}
 
     def _conversation(self, name: str) -> Conversation:
         return Conversation(name, self.command(self.models[name]), self.ascii_only)
@@ -152,10 +181,14 @@ class ChatScreen(DashboardScreen):
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
-        """Draw what has changed; leave when all models were told to quit."""
+        """Draw what has changed; leave for good when all models were told to quit."""
+        if not self.is_current:
+            return
         conversations = self.conversations
         if conversations and all(c.transcript.state == ENDED for c in conversations):
             self.app.pop_screen()
+            # a screen that is not installed ends when it is left
+            self.app.uninstall_screen(self)
             return
         names = [conversation.model for conversation in conversations]
         folder = clean(self.models[names[0]] if names else "", self.ascii_only)
@@ -176,7 +209,6 @@ class ChatScreen(DashboardScreen):
         text = message.value.strip()
         if not text:
             return
-        message.input.clear()
         for conversation in self.conversations:
             if self.hearer in (BOTH, conversation.model) or len(self.conversations) == 1:
                 conversation.ask(text)
@@ -189,11 +221,11 @@ class ChatScreen(DashboardScreen):
 
     async def action_beside(self) -> None:
         """Open the next of the run's models beside the first; after the last one, none."""
-        others = list(self.models)[1:]
+        open_names = [conversation.model for conversation in self.conversations]
+        others = [name for name in self.models if name != open_names[0]]
         if not others:
             self.tell("the run has no other model to talk with yet")
             return
-        open_names = [conversation.model for conversation in self.conversations]
         after = others.index(open_names[1]) + 1 if len(open_names) > 1 else 0
         for conversation in self.conversations[1:]:
             await conversation.remove()
@@ -206,10 +238,21 @@ class ChatScreen(DashboardScreen):
         for conversation in self.conversations:
             conversation.scroll(pages)
 
-    def action_back(self) -> None:
-        """End the answers that are being given; leave where there are none."""
+    def action_interrupt(self) -> None:
+        """End the answers that are being given; leave only with a key that ends nothing else."""
         answering = [c for c in self.conversations if c.transcript.state == ANSWERING]
         for conversation in answering:
             conversation.child.interrupt()
         if not answering:
-            self.app.pop_screen()
+            self.tell("^d leaves the chat, and /quit ends it")
+
+    def action_back(self) -> None:
+        """Leave, as at a shell's prompt where nothing is typed; the models stay loaded."""
+        question = self.query_one("#question", Input)
+        if question.value:
+            question.action_delete_right()
+            return
+        self.app.pop_screen()
+        below = self.app.screen
+        if isinstance(below, DashboardScreen) and self.app.is_screen_installed(self):
+            below.tell("the chat is kept: t goes on with it")

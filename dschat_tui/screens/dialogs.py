@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 
+from dschat_tui.screens.settling import TOO_SOON, Settling
 from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.rows import Row
 
@@ -19,20 +20,55 @@ if TYPE_CHECKING:
 
 # cells of the box beside its text, and rows above and below it
 FRAME_CELLS, FRAME_ROWS = 6, 4
+# the answer of whoever does not want what is asked
+CANCELLED = ""
 
-# key, what it does, and the answer that it gives
-Option = tuple[str, str, str]
+
+class Choice(NamedTuple):
+    """What a question offers: its key, what it does, and the answer that it gives.
+
+    `acts`: it starts, stops or deletes something, as most do.
+    """
+
+    key: str
+    text: str
+    answer: str
+    acts: bool = True
 
 
-class Question(ModalScreen[str]):
-    """Asks; the answer is that of the option whose key is pressed, the last for escape."""
+class Dialog(Settling, ModalScreen[str]):
+    """A box over the screen. Escape and Ctrl-C mean `CANCELLED` in every one."""
 
     CSS_PATH = "dialogs.tcss"
 
-    def __init__(self, lines: Sequence[str], options: Sequence[Option]) -> None:
+    def on_key(self, event: events.Key) -> None:
+        """Cancel."""
+        if event.key in ("escape", "ctrl+c"):
+            event.stop()
+            self.dismiss(CANCELLED)
+
+
+class Question(Dialog):
+    """Asks for one key.
+
+    Args:
+        lines: what is asked.
+        choices: what can be answered besides to cancel.
+        cancel: the key to cancel with, and what that means here.
+        enter: the answer of the enter key; it cancels unless the question says otherwise.
+    """
+
+    def __init__(
+        self,
+        lines: Sequence[str],
+        choices: Sequence[Choice],
+        cancel: tuple[str, str],
+        enter: str = CANCELLED,
+    ) -> None:
         super().__init__()
         self._lines = lines
-        self._options = options
+        self._choices = [*choices, Choice(*cancel, CANCELLED, acts=False)]
+        self._enter = enter
 
     def compose(self) -> ComposeResult:
         """The question in a box."""
@@ -41,33 +77,59 @@ class Question(ModalScreen[str]):
 
     def on_mount(self) -> None:
         """Fill and size the box."""
-        told = _broken(self._lines, self.app.size.width - FRAME_CELLS)
-        room = self.app.size.height - FRAME_ROWS - len(self._options) - 1
-        rows: list[Row] = [[(line, "text")] for line in told[: max(room, 1)]]
-        rows.append([])
-        rows += [[(f"[{key}] ", "strong"), (text, "text")] for key, text, _ in self._options]
-        _fill(self, rows, 0)
+        self._draw("")
+
+    def _draw(self, hint: str) -> None:
+        rows: list[Row] = [[]]
+        for choice in self._choices:
+            others = ["enter"] if choice.answer == self._enter else []
+            others += ["esc"] if choice.answer == CANCELLED else []
+            row: Row = [(f"[{choice.key}] ", "strong"), (choice.text, "text")]
+            rows.append([*row, (f"  {', '.join(others)}", "muted")] if others else row)
+        if hint:
+            rows.append([(hint, "warn")])
+        asked = _broken(self._lines, self.app.size.width - FRAME_CELLS)
+        room = self.app.size.height - FRAME_ROWS - len(rows)
+        shown: list[Row] = [[(line, "text")] for line in asked[: max(room, 1)]]
+        _fill(self, shown + rows, 0)
 
     def on_key(self, event: events.Key) -> None:
         """Answer."""
         event.stop()
-        if event.key == "escape":
-            self.dismiss(self._options[-1][2])
-        for key, _, answer in self._options:
-            if event.key in (key, "enter" if key == self._options[0][0] else key):
-                self.dismiss(answer)
-                return
+        if event.key == "enter":
+            self.dismiss(self._enter)
+        for choice in self._choices:
+            if event.key == choice.key:
+                if choice.acts and not self.is_settled:
+                    self._draw(TOO_SOON)
+                else:
+                    self.dismiss(choice.answer)
 
 
-class Entry(ModalScreen[str]):
-    """Asks for a line of text; the answer is empty for escape."""
+class Entry(Dialog):
+    """Asks for a line of text.
 
-    CSS_PATH = "dialogs.tcss"
+    Args:
+        lines: what is asked.
+        placeholder: stands in the empty line.
+        enter: what the enter key does.
+        cancel: what cancelling means here.
+        problem: what is wrong with a text, empty where nothing is; the dialog stays open then.
+    """
 
-    def __init__(self, lines: Sequence[str], placeholder: str) -> None:
+    def __init__(
+        self,
+        lines: Sequence[str],
+        placeholder: str,
+        enter: str,
+        cancel: str,
+        problem: Callable[[str], str] = lambda text: "",
+    ) -> None:
         super().__init__()
         self._lines = lines
         self._placeholder = placeholder
+        self._keys = f"enter: {enter}    esc: {cancel}"
+        self._problem = problem
 
     def compose(self) -> ComposeResult:
         """What is asked, and the field, in a box."""
@@ -80,22 +142,24 @@ class Entry(ModalScreen[str]):
 
     def on_mount(self) -> None:
         """Fill and size the box."""
-        told = _broken(self._lines, self.app.size.width - FRAME_CELLS)
-        rows: list[Row] = [[(line, "text")] for line in told]
-        rows += [[("enter: go on    escape: leave it", "muted")]]
-        _fill(self, rows[-(self.app.size.height - FRAME_ROWS - 1) :], 1)
+        self._draw("")
         self.query_one("#entry").focus()
 
-    def on_input_submitted(self, message: Input.Submitted) -> None:
-        """Answer, once something was typed."""
-        if message.value.strip():
-            self.dismiss(message.value.strip())
+    def _draw(self, problem: str) -> None:
+        width = self.app.size.width - FRAME_CELLS
+        rows: list[Row] = [[(line, "text")] for line in _broken(self._lines, width)]
+        rows += [[(line, "warn")] for line in _broken([problem], width)]
+        rows.append([(self._keys, "muted")])
+        _fill(self, rows[-(self.app.size.height - FRAME_ROWS - 1) :], 1)
 
-    def on_key(self, event: events.Key) -> None:
-        """Leave without an answer."""
-        if event.key == "escape":
-            event.stop()
-            self.dismiss("")
+    def on_input_submitted(self, message: Input.Submitted) -> None:
+        """Answer, or say what is wrong, once something was typed."""
+        text = message.value.strip()
+        problem = self._problem(text) if text else ""
+        if problem:
+            self._draw(problem)
+        elif text:
+            self.dismiss(text)
 
 
 def _broken(lines: Sequence[str], width: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from textual import work
 
 from dschat_tui.screens.base import DashboardScreen
-from dschat_tui.screens.dialogs import Entry, Question
+from dschat_tui.screens.dialogs import Choice, Entry, Question
 from dschat_tui.widgets.text import clean
 
 if TYPE_CHECKING:
@@ -62,17 +62,18 @@ def propose(path: Path, accept: str | None = None) -> Proposal:
 def question_of(proposal: Proposal) -> Question:
     """What to ask a person about going on."""
     lines = list(proposal.reasons)
-    options = [("n", "leave it" if proposal.ways else "back", "")]
+    choices: list[Choice] = []
     plain, mending = proposal.ways.get("y"), proposal.ways.get("f")
     if plain is not None:
         lines += [_where(plain)]
-        options.insert(0, ("y", "go on as it is" if mending else "go on", "y"))
+        choices.append(Choice("y", "go on as it is" if mending else "go on", "y"))
     if mending is not None:
         lines += ["What mends its failure:", *(f"  {change}" for change in mending.changes)]
         if mending.anew is not None:
             lines.append(f"  step {mending.anew.number} begins anew: no checkpoint fits")
-        options.insert(0, ("f", "change that and go on", "f"))
-    return Question([clean(line) for line in lines], options)
+        choices.insert(0, Choice("f", "change that and go on", "f"))
+    cancel = ("n", "leave it" if proposal.ways else "back")
+    return Question([clean(line) for line in lines], choices, cancel)
 
 
 def _where(resumption: Resumption) -> str:
@@ -98,7 +99,8 @@ class ResumingScreen(DashboardScreen):
     def _ask(self, path: Path, proposal: Proposal) -> None:
         if proposal.gates:
             lines = [f"{path.name} is paused:", *proposal.gates, "Why does it go on regardless?"]
-            entry = Entry([clean(line) for line in lines], "the reason, which run.json keeps")
+            placeholder = "the reason, which run.json keeps"
+            entry = Entry([clean(line) for line in lines], placeholder, "go on", "leave it")
 
             def told(reason: str | None) -> None:
                 if reason:

@@ -30,7 +30,7 @@ from dschat_tui.screens.contents import (
     VerdictRows,
     answer_detail,
 )
-from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.dialogs import Choice, Question
 from dschat_tui.screens.panels import PANEL_COUNT, PANELS, PanelSpec
 from dschat_tui.screens.resuming import ResumingScreen
 from dschat_tui.widgets.bars import Line, TabBar
@@ -682,6 +682,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         if self._search is not None:
             self._search.remove()
             self._search = None
+            self.unsettle()
         self.action_tab(self.tab)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
@@ -747,7 +748,8 @@ class RunScreen(ChartKeys, ResumingScreen):
                     f"Stop {clean(_short_path(self.source.path), self.ascii_only)}?",
                     "It saves a checkpoint first; x again ends it without.",
                 ],
-                [("y", "stop the run", "stop"), ("n", "let it go on", "")],
+                [Choice("y", "stop the run", "stop")],
+                ("n", "let it go on"),
             )
             self.app.push_screen(question, self._stop_answered)
 

@@ -14,7 +14,7 @@ from textual.worker import Worker, WorkerState
 
 from dschat_tui import keys
 from dschat_tui.logs.source import find_source
-from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.dialogs import Choice, Entry, Question
 from dschat_tui.screens.resuming import ResumingScreen
 from dschat_tui.widgets.bars import Line
 from dschat_tui.widgets.lines import LineList, Nothing
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 2.0
 NAME_CELLS, STANDING_CELLS, STEPS_CELLS, WHEN_CELLS = 20, 10, 4, 12
 WIDTH_FOR_WHEN = 80
+# of a run's name, to delete it
+FEWEST_LETTERS = 3
 FEWEST_COMPARED, MOST_COMPARED = 2, SERIES_STYLES
 
 
@@ -239,7 +241,7 @@ class RunsScreen(ResumingScreen):
         lines.append("It saves a checkpoint first; x again ends it without.")
         if run.is_stopping:
             lines[1] = "It is stopping already. This ends it without a checkpoint."
-        question = Question(lines, [("y", "stop it", "stop"), ("n", "leave it", "")])
+        question = Question(lines, [Choice("y", "stop it", "stop")], ("n", "leave it"))
 
         def answered(answer: str | None) -> None:
             if answer:
@@ -275,26 +277,38 @@ class RunsScreen(ResumingScreen):
         self.read()
 
     def action_delete(self) -> None:
-        """Ask whether to remove the run."""
+        """Ask for the run's name, then remove it."""
         run = self.chosen
         if run is None:
             return
         if run.goes_on:
             self.tell(f"{run.path.name} is going on; stop it first")
             return
-        question = Question(
+        name = run.path.name
+        fewest = min(FEWEST_LETTERS, len(name))
+
+        def problem(typed: str) -> str:
+            if len(typed) >= fewest and name.startswith(typed):
+                return ""
+            return f"That is not the run's name, nor its first {fewest} letters or more."
+
+        entry = Entry(
             [
                 f"Delete {clean(str(run.path), self.ascii_only)}",
                 "with its models and checkpoints?",
+                f"Then type its name, {clean(name, self.ascii_only)}, or how that begins.",
             ],
-            [("n", "keep it", ""), ("y", "delete it", "delete")],
+            "the name of the run",
+            "delete it",
+            "keep it",
+            problem,
         )
 
-        def answered(answer: str | None) -> None:
-            if answer:
+        def answered(typed: str | None) -> None:
+            if typed:
                 self._delete(run.path)
 
-        self.app.push_screen(question, answered)
+        self.app.push_screen(entry, answered)
 
     @work(thread=True, exit_on_error=False, group="delete")
     def _delete(self, path: Path) -> None:
@@ -306,6 +320,7 @@ class RunsScreen(ResumingScreen):
         except (control.NotDeletable, OSError, RunIsHeld) as error:
             self.app.call_from_thread(self.tell, f"not deleted: {error}")
             return
+        self.app.call_from_thread(self.app.end_chat, path)  # type: ignore[attr-defined]
         told = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
         self.app.call_from_thread(self.tell, told)
         self.app.call_from_thread(self.read)

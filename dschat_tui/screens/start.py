@@ -17,7 +17,7 @@ from dschat_tui import keys
 from dschat_tui.logs.source import find_source
 from dschat_tui.screens import start_work
 from dschat_tui.screens.base import DashboardScreen
-from dschat_tui.screens.dialogs import Question
+from dschat_tui.screens.dialogs import Choice, Question
 from dschat_tui.screens.help import PAGES_WIDTH, Pages
 from dschat_tui.screens.plan import plan_rows, wrapped
 from dschat_tui.screens.start_rows import (
@@ -615,7 +615,8 @@ class StartScreen(DashboardScreen):
             return
         question = Question(
             ["By the plan it does not fit into memory. Start it all the same?"],
-            [("n", "no", ""), ("s", "start it", "start")],
+            [Choice("s", "start it", "start")],
+            ("n", "no"),
         )
         self.app.push_screen(question, self._start_now)
 
@@ -662,6 +663,7 @@ class StartScreen(DashboardScreen):
             self._asked = self._follow = None
             self.remove_class("-asking")
             self._prompt().display = False
+            self.unsettle()
 
     def take_typed(self, sign: str) -> bool:
         """See DashboardScreen."""

@@ -151,6 +151,8 @@ class Rows(Widget):
         """Build for the new size."""
         self._rows = None
         self._strips.clear()
+        # Textual may have painted the new size with the old strips before it sent the event
+        self.refresh()
 
     def render_line(self, y: int) -> Strip:
         """Row `y` as Textual draws it."""

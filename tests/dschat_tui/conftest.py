@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -137,6 +138,15 @@ def fake_run(tmp_path: Path):
     for run in made:
         for pid in run.survivors():
             os.kill(pid, 9)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person who waits ten seconds before each key, while the test does not."""
+    from dschat_tui.screens.settling import Settling
+
+    seconds = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(Settling, "clock", staticmethod(lambda: next(seconds)))
 
 
 @pytest.fixture

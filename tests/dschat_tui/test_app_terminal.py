@@ -25,6 +25,7 @@ import pytest
 from dschat_tui.runs import control
 from dschat_tui.runs.control import end_now, has_supervisor
 from dschat_tui.runs.folder import RunFolder
+from dschat_tui.screens.settling import SETTLE_SECONDS
 from engine.config.loading import load_config, user_profiles
 from engine.log import write
 
@@ -95,6 +96,11 @@ class Terminal:
         os.close(self.master)
         os.close(self.slave)
 
+    def press_after_a_pause(self, keys: str) -> None:
+        """Send keys that start or stop something, which a screen that just changed ignores."""
+        time.sleep(1.2 * SETTLE_SECONDS)
+        self.press(keys)
+
     def exit_code(self) -> int:
         """Read until the program has ended."""
         self.wait_for(lambda: self.process.poll() is not None)
@@ -159,6 +165,7 @@ import subprocess, sys
 from pathlib import Path
 from dschat_tui.commands import chat, run
 from dschat_tui.runs.folder import RunFolder
+from dschat_tui.screens.settling import SETTLE_SECONDS
 
 chat.chat = lambda path: print("talks with", path)
 nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -323,12 +330,11 @@ def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
 
     again = terminal("-m", "dschat_tui.app", str(made.run.path))
     again.wait_for_text("running")
-    time.sleep(1.5)
-    again.press("x")
+    again.press_after_a_pause("x")
     again.wait_for_text("stop the run")
-    again.press("y")
+    again.press_after_a_pause("y")
     again.wait_for_text("saving a checkpoint")  # in the header: the question is closed
-    again.press("x")
+    again.press_after_a_pause("x")
     made.wait_for(lambda: made.state()["state"] == "stopped")
     again.wait_for_text("stopped")
     supervisor.wait(30)
@@ -435,7 +441,7 @@ def test_a_run_from_the_form_to_its_end(
         shown.wait_for_text(key)
         shown.press(" ")
         shown.wait_for_text(f"{key}=true")
-    shown.press("s")
+    shown.press_after_a_pause("s")
     shown.wait_for_text("1 SFT")
     config = load_config(run.config_file)
     assert config.ema.enabled
@@ -456,16 +462,16 @@ def test_a_run_from_the_form_to_its_end(
     again.press("\r")
     again.wait_for_text("1 SFT")
     again.wait_for(lambda: "running" in again.frame())
-    again.press("x")
+    again.press_after_a_pause("x")
     again.wait_for_text("stop the run")
-    again.press("y")
+    again.press_after_a_pause("y")
     again.wait_for(lambda: state() == "stopped")
     # 4. Go on with it, and see it done.
     again.press("\x1b")
     again.wait_for(lambda: "runs in output" in again.frame() and "stopped" in again.frame())
-    again.press("u")
+    again.press_after_a_pause("u")
     again.wait_for_text("goes on with step")
-    again.press("y")
+    again.press_after_a_pause("y")
     again.wait_for(lambda: state() == "done", 600)
     again.press("\r")
     again.wait_for_text("1 SFT")

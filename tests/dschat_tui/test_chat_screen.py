@@ -6,11 +6,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.cells import cell_len
+from textual import events
 from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -26,6 +28,8 @@ from dschat_tui.screens.transcript import Transcript
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 FAKE = """
 import json, os, signal, sys, time
@@ -229,20 +233,151 @@ def test_commands_work_and_answers_are_text(fakes: Fakes) -> None:
     drive(fakes, script)
 
 
-def test_escape_ends_the_answer_then_leaves(fakes: Fakes) -> None:
+@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+def test_a_key_ends_the_answer_and_never_the_chat(fakes: Fakes, key: str) -> None:
     async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
         await shows(pilot, "ready")
         await say(pilot, "forever")
         await shows(pilot, "for ever ever", "answering")
-        await pilot.press("escape")
+        await pilot.press(key)
         await shows(pilot, "what was said so far is kept", "ready")
         await say(pilot, "again")
         await shows(pilot, "actor says again.")
-        await pilot.press("escape")
+        await pilot.press(key, *"do", "space", "y", key)
+        await shows(pilot, "^d leaves", "to actor: do y")
+        assert pilot.app.screen is screen
+        assert len(fakes.alive) == 1
+
+    drive(fakes, script)
+
+
+def test_ctrl_d_leaves_unless_it_deletes_as_in_any_line(fakes: Fakes) -> None:
+    async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
+        await shows(pilot, "ready")
+        await pilot.press(*"ab", "home", "ctrl+d")
+        assert screen.query_one(Input).value == "b"
+        await pilot.press("ctrl+d", "ctrl+d")
         await until(pilot, lambda: not isinstance(pilot.app.screen, ChatScreen))
         await until(pilot, lambda: fakes.alive == [])
 
     drive(fakes, script)
+
+
+def test_keys_that_come_in_a_burst_act_in_their_order(fakes: Fakes) -> None:
+    async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
+        await shows(pilot, "ready")
+        for key, sign in (("h", "h"), ("i", "i"), ("enter", None), ("ctrl+d", None)):
+            pilot.app.post_message(events.Key(key, sign))
+        await until(pilot, lambda: pilot.app.screen is not screen)
+        assert "> hi" in [row[0][0] for row in screen.conversations[0].transcript.rows(0, 9, 0)]
+
+    drive(fakes, script)
+
+
+def make_models(run: RunFolder, *folders: str) -> None:
+    """Folders that look like models which its steps handed on."""
+    for folder in folders:
+        model = run.path / folder
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").touch()
+
+
+@pytest.fixture
+def talking_run(tmp_path: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run with an SFT model, for which a fake speaks."""
+    run = RunFolder(tmp_path / "run")
+    state = run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
+    run.write_state({**state, "state": "stopped"})
+    make_models(run, "step1-sft/model")
+    monkeypatch.setattr(
+        "dschat_tui.screens.chat.ChatScreen", partial(ChatScreen, command=fakes.command)
+    )
+    return run
+
+
+def drive_run(run: RunFolder, script: Callable[[Pilot[None]], Awaitable[None]]) -> None:
+    """Open the dashboard on a run, then its chat, say hello there, and follow a script."""
+
+    async def follow() -> None:
+        app = Dashboard(find_source(run.path), runs=run.path.parent)
+        async with app.run_test(size=(160, 30)) as pilot:
+            await until(pilot, lambda: isinstance(app.screen, RunScreen))
+            await pilot.press("t")
+            await shows(pilot, "to sft:", "ready")
+            await say(pilot, "hello")
+            await shows(pilot, "says hello.")
+            await script(pilot)
+
+    asyncio.run(follow())
+
+
+def test_a_chat_that_is_left_is_kept_and_hears_of_new_models(
+    talking_run: RunFolder, fakes: Fakes
+) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+d")
+        await shows(pilot, "the chat is kept")
+        assert isinstance(pilot.app.screen, RunScreen)
+        assert len(fakes.alive) == 1
+        make_models(talking_run, "step3-rlhf/actor")
+        await pilot.press("t")
+        await shows(pilot, "> hello", "says hello.")
+        await say(pilot, "more")
+        await shows(pilot, "says more.")
+        assert fakes.started == 1
+        await pilot.press("ctrl+n")
+        await shows(pilot, "talk with sft and actor")
+
+    drive_run(talking_run, script)
+    assert fakes.alive == []
+
+
+def test_leaving_the_dashboard_ends_a_chat_that_was_kept(
+    talking_run: RunFolder, fakes: Fakes
+) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+d")
+        await shows(pilot, "the chat is kept")
+        await pilot.press("q")
+        await shows(pilot, "This ends the chat with run.", "[y] quit")
+        await pilot.press("n", "q", "y")
+        await until(pilot, lambda: pilot.app._exit)
+
+    drive_run(talking_run, script)
+    assert fakes.alive == []
+
+
+def test_a_chat_that_was_ended_begins_anew(talking_run: RunFolder, fakes: Fakes) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await say(pilot, "/quit")
+        await until(pilot, lambda: isinstance(pilot.app.screen, RunScreen))
+        await until(pilot, lambda: fakes.alive == [])
+        await pilot.press("t")
+        await until(pilot, lambda: fakes.started == 2)
+        assert "hello" not in await shows(pilot, "to sft:", "ready")
+        await say(pilot, "crash")
+        await shows(pilot, "exit code 3")
+        await pilot.press("ctrl+d")
+        await pilot.press("t")
+        await until(pilot, lambda: fakes.started == 3)
+        await shows(pilot, "to sft:", "ready")
+
+    drive_run(talking_run, script)
+    assert fakes.alive == []
+
+
+def test_deleting_a_run_ends_its_chat(talking_run: RunFolder, fakes: Fakes) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+d")
+        pilot.app.action_show_runs()
+        await shows(pilot, "runs in", "d delete")
+        await until(pilot, lambda: bool(getattr(pilot.app.screen, "runs", None)))
+        await pilot.press("d", *"run", "enter")
+        await until(pilot, lambda: not talking_run.path.exists())
+        await until(pilot, lambda: fakes.alive == [])
+
+    drive_run(talking_run, script)
 
 
 def test_a_model_that_fails_says_why_and_the_other_goes_on(fakes: Fakes) -> None:
@@ -343,19 +478,18 @@ def test_a_run_opens_it_from_both_screens_once_there_is_a_model(tmp_path, monkey
             await pilot.press("t")
             await shows(pilot, "no model to talk with yet")
             model = run.path / "step1-sft" / "model"
-            model.mkdir(parents=True)
-            (model / "config.json").write_text("{}")
-            (model / "model.safetensors").touch()
+            make_models(run, "step1-sft/model")
             await pilot.press("t")
             await until(pilot, lambda: isinstance(app.screen, ChatScreen) and bool(opened))
-            await pilot.press("escape")
+            await pilot.press("ctrl+d")
             await until(pilot, lambda: isinstance(app.screen, RunScreen))
             runs = RunsScreen(tmp_path)
             app.push_screen(runs)
             await until(pilot, lambda: bool(runs.runs))
             await pilot.press("t")
-            await until(pilot, lambda: isinstance(app.screen, ChatScreen) and len(opened) == 2)
-            assert [child.command for child in opened] == [chat_command(str(model))] * 2
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+            # the same chat
+            assert [child.command for child in opened] == [chat_command(str(model))]
 
     asyncio.run(follow())
 

@@ -21,6 +21,8 @@ from dschat_tui.screens.run import RunScreen
 from dschat_tui.widgets.lines import LineList
 from engine.log import write
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 SIZES = [(60, 16), (80, 24), (100, 30), (160, 50)]
 STEPS = 30
 HOSTILE = [

@@ -34,6 +34,8 @@ from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
 from engine.log import write
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 SIZES = [(60, 16), (80, 24), (160, 50)]
 SFT = STEPS[0]
 METRICS = {"sft": {"ppl_before": 900.0, "ppl_after": 3.5}, "reward": {"accuracy": 0.875}}
@@ -307,14 +309,19 @@ def test_why_a_run_cannot_go_on_is_said(folder: Path, started: list[Path]) -> No
     assert not started
 
 
-def test_a_run_is_deleted_only_after_a_yes(folder: Path) -> None:
+@pytest.mark.parametrize("typed", ["first", "fir"])
+def test_a_run_is_deleted_once_its_name_or_the_begin_of_it_is_typed(
+    folder: Path, typed: str
+) -> None:
     async def script(pilot: Pilot[None], screen: RunsScreen) -> None:
-        path = screen.runs[2].path
-        await press(pilot, "down", "down", "d", "enter")
-        assert path.is_dir()
-        await press(pilot, "d", "y")
+        await press(pilot, "down", "down", "d")
+        assert "type its name, first," in await until_on(pilot, Entry)
+        for wrong in ("fi", "irst", "last", "y", "first2", "First"):
+            frame = await press(pilot, "ctrl+u", *wrong, "enter")
+            assert "not the run's name" in frame
+        await press(pilot, "ctrl+u", *typed, "enter")
         await until(pilot, lambda: len(screen.runs) == 2)
-        assert not path.exists()
+        assert sorted(path.name for path in folder.iterdir()) == ["last", "middle"]
 
     drive(folder, script)
 

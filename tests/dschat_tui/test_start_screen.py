@@ -30,6 +30,8 @@ from dschat_tui.widgets.rows import Rows, row_text
 from engine.config.loading import load_config, load_profile, to_yaml, user_profiles
 from engine.config.schema import RunConfig
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 SIZES = [(60, 16), (80, 24), (160, 50)]
 Script = Callable[[Pilot[None], StartScreen], Awaitable[None]]
 
@@ -239,10 +241,12 @@ def test_what_does_not_fit_is_asked_about_and_made_to_fit(monkeypatch: pytest.Mo
         assert "✗ does not fit" in frame
         assert "the smallest change that fits" in frame
         assert "Start it all the same?" in await press(pilot, "s")
+        before = screen.planned
         await press(pilot, "n")
-        assert isinstance(pilot.app.screen, StartScreen)
-        frame = await press(pilot, "w")
-        assert "✓ fits" in frame
+        assert pilot.app.screen is screen
+        # it plans anew when it comes back
+        await until(pilot, lambda: screen.planned is not before and is_searched())
+        assert "✓ fits" in await press(pilot, "w")
 
     drive(script)
 
