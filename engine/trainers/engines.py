@@ -21,7 +21,7 @@ from engine.config.schema import StepConfig
 from engine.distributed import world_size
 from engine.models.quantization import install_quantizer
 from engine.planning.memory import LARGEST_REDUCE_BUCKET
-from engine.trainers.overflow import loss_scale, scale_updated_afterwards
+from engine.trainers.overflow import log_overflows, loss_scale, scale_updated_afterwards
 
 
 @contextmanager
@@ -84,6 +84,8 @@ def training_engine(
     )
     if not engine.zero_optimization() and (engine.fp16_enabled() or engine.bfloat16_enabled()):
         _undo_first_step(engine.optimizer)
+    if engine.fp16_enabled():
+        log_overflows()
     # Models are loaded in evaluation mode.
     engine.train()
     return engine

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
+from deepspeed.utils import logger
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:
     """The factor that the engine's gradients are computed with; 1 in formats that need none."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+
+
+def log_overflows() -> None:
+    """Let DeepSpeed log each overflow, as the dashboard counts them; it logs only warnings itself.
+
+    Its other lines at level INFO stay hidden.
+    """
+    logger.setLevel(min(logger.level, logging.INFO))
+    for handler in logger.handlers:
+        if handler.level > logging.INFO:
+            handler.setLevel(logging.INFO)
+            handler.addFilter(_is_warning_or_overflow)
+
+
+def _is_warning_or_overflow(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.INFO or record.funcName.endswith("update_scale")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 from matrix_run import options, small_model
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from engine.trainers.ppo import PPOTrainer, UpdateStats
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 from engine.trainers.watchdog import Watchdog
+from engine.training_log import LogReader
 
 ROWS, STEPS = 4, 6
 TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer, "ppo": PPOTrainer}
@@ -186,6 +189,23 @@ def test_a_loss_scale_at_its_floor_ends_training_at_stage_0(wrapper, group, monk
         with pytest.raises(FloatingPointError, match="floor") if ends else nullcontext():
             watchdog.check(step, {"gradient_norm": math.inf})
     assert torch.equal(held(engine), start)
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS], ids=str)
+def test_overflows_are_in_the_log_in_words_that_the_dashboard_counts(
+    wrapper, group, monkeypatch, capsys
+):
+    engine = engine_of(Cell("fp16", *wrapper), monkeypatch)
+    # The logger keeps the stdout of the process, which is not the one captured here.
+    monkeypatch.setattr(logger.handlers[0], "stream", sys.stdout)
+    inputs, targets = rows()[0]
+    for factor in (1e9, 1.0, 1e9):
+        backward(engine, factor * loss_sum(engine, inputs.half(), targets), ROWS)
+        engine_step(engine)
+    reader = LogReader()
+    for line in capsys.readouterr().out.splitlines():
+        reader.feed(line)
+    assert engine.skipped_steps == reader.events["overflow"] == 2
 
 
 @dataclass(frozen=True)
