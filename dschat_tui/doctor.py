@@ -30,12 +30,14 @@ LEAST_SHARED_MEMORY = GIB
 LEAST_DISK = 10 * GIB
 LEAST_MEMORY = 4 * GIB
 DEFAULT_PORT = 29500
-# Those that dschat has a use for, and what it takes where they cannot be built.
+# DeepSpeed's operators: the class that builds each, and what a run does where it does not load.
 OPS = {
-    "fused_adam": "training takes torch's fused AdamW instead",
-    "cpu_adam": "offload takes torch's AdamW instead",
-    "quantizer": "MixZ does not run on a GPU",
+    "fused_adam": ("FusedAdamBuilder", "training takes torch's AdamW"),
+    "cpu_adam": ("CPUAdamBuilder", "offload takes torch's AdamW"),
+    "quantizer": ("QuantizerBuilder", "MixZ quantises in torch, which is slower"),
 }
+# Compiled for the host alone.
+WITHOUT_NVCC = ("cpu_adam",)
 
 TORCH_QUESTIONS = """
 import json, torch
@@ -44,22 +46,23 @@ told["available"] = torch.cuda.is_available()
 for number in range(torch.cuda.device_count() if told["available"] else 0):
     about = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    told["devices"].append({"name": about.name, "memory": total, "free": free,
-                            "capability": [about.major, about.minor]})
-told["bf16"] = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    told["devices"].append({"name": about.name, "memory": total, "free": free})
 print("\\n" + json.dumps(told))
 """
+# Asked of the code that a run goes through, so that both come to the same.
 DEEPSPEED_QUESTIONS = """
 import json, deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.all_ops import ALL_OPS
-told = {"version": deepspeed.__version__, "accelerator": get_accelerator().device_name(), "ops": {}}
-for name in NAMES:
-    builder = ALL_OPS.get(name)
-    try:
-        told["ops"][name] = builder is not None and bool(builder.is_compatible(verbose=False))
-    except Exception as error:
-        told["ops"][name] = False
+from engine.operators import standing
+from engine.precision import dtype_name, resolve_dtype
+accelerator = get_accelerator()
+on_cpu = accelerator.device_name() == "cpu"
+told = {"version": deepspeed.__version__, "accelerator": accelerator.device_name(), "dtypes": []}
+for number in range(1 if on_cpu else accelerator.device_count()):
+    if not on_cpu:
+        accelerator.set_device(number)
+    told["dtypes"].append(dtype_name(resolve_dtype("auto")))
+told["ops"] = {} if on_cpu else {name: standing(builder) for name, (builder, _) in OPS.items()}
 print("\\n" + json.dumps(told))
 """
 
@@ -78,11 +81,11 @@ class Finding:
 def examine(hostfile: Path | None = None) -> list[Finding]:
     """All findings about this machine, and about the hosts of a hostfile."""
     torch, torch_finding = _ask_child("torch", TORCH_QUESTIONS)
-    names = f"NAMES = {list(OPS)!r}\n"
-    deepspeed, deepspeed_finding = _ask_child("deepspeed", names + DEEPSPEED_QUESTIONS)
-    cuda = torch.get("cuda") if torch else None
-    findings = [_python(), torch_finding, *_devices(torch), _driver()]
-    findings += [deepspeed_finding, *_launcher(), *_compilers(cuda), *_ops(deepspeed)]
+    asked = f"OPS = {OPS!r}\n{DEEPSPEED_QUESTIONS}"
+    deepspeed, deepspeed_finding = _ask_child("deepspeed", asked)
+    compilers = _compilers(torch.get("cuda") if torch else None)
+    findings = [_python(), torch_finding, *_devices(torch, deepspeed), _driver()]
+    findings += [deepspeed_finding, *_launcher(), *compilers, *_ops(deepspeed, compilers)]
     findings += [_memory(), *_shared_memory(), *_disks(), *_ports()]
     if hostfile is not None:
         findings += _hosts(hostfile)
@@ -128,7 +131,10 @@ def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
     except subprocess.TimeoutExpired:
         value = f"its import takes more than {CHILD_SECONDS:.0f} s"
         return None, Finding(name, name, PROBLEM, value, "See what holds it: the disk, or a lock.")
-    except (OSError, ValueError, IndexError):
+    except OSError as error:
+        value = f"{sys.executable} cannot be started: {error.strerror}"
+        return None, Finding(name, name, PROBLEM, value, advice)
+    except (ValueError, IndexError):
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return None, Finding(name, name, PROBLEM, f"cannot be imported: {said[0][:200]}", advice)
     return told, Finding(name, name, OK, str(told["version"]))
@@ -139,12 +145,13 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _devices(torch: dict[str, Any] | None) -> list[Finding]:
+def _devices(torch: dict[str, Any] | None, deepspeed: dict[str, Any] | None) -> list[Finding]:
     if torch is None:
         return []
+    formats = [f", dtype=auto: {name}" for name in (deepspeed["dtypes"] if deepspeed else [])]
     if not torch["available"]:
-        fast = "bf16" if torch["bf16"] else "fp32"
-        value = f"no GPU that torch can use; {launch.usable_cores()} CPU cores, dtype=auto: {fast}"
+        cores = launch.usable_cores()
+        value = f"no GPU that torch can use; {cores} CPU cores{''.join(formats)}"
         if Path("/dev/nvidiactl").exists():
             advice = "There is an NVIDIA driver: install a torch build for CUDA that fits it."
             return [Finding("device", "device", PROBLEM, value, advice)]
@@ -156,7 +163,7 @@ def _devices(torch: dict[str, Any] | None) -> list[Finding]:
             f"device {number}",
             OK,
             f"{device['name']}, {device['free'] / GIB:.1f} GiB free "
-            f"of {device['memory'] / GIB:.1f}",
+            f"of {device['memory'] / GIB:.1f}{''.join(formats[number : number + 1])}",
         )
         for number, device in enumerate(torch["devices"])
     ]
@@ -216,15 +223,34 @@ def _nvcc(cuda: str | None) -> Finding:
     return Finding("nvcc", "nvcc", OK, value)
 
 
-def _ops(deepspeed: dict[str, Any] | None) -> list[Finding]:
+def _ops(deepspeed: dict[str, Any] | None, compilers: list[Finding]) -> list[Finding]:
+    """Whether each operator loads, or what the first run that needs it lacks to build it."""
     if deepspeed is None:
         return []
-    return [
-        Finding(f"op_{name}", f"op {name}", OK, "can be built")
-        if deepspeed["ops"].get(name)
-        else Finding(f"op_{name}", f"op {name}", NOTE, "cannot be built here", f"Without it {so}.")
-        for name, so in OPS.items()
-    ]
+    if deepspeed["accelerator"] == "cpu":
+        return [Finding(f"op_{name}", f"op {name}", OK, "not used on a CPU") for name in OPS]
+    findings = []
+    for name, (_, instead) in OPS.items():
+        told = deepspeed["ops"][name]
+        lacking = [
+            finding
+            for finding in compilers
+            if finding.state != OK and not (finding.id == "nvcc" and name in WITHOUT_NVCC)
+        ]
+        state, advice = NOTE, f"Runs go on without it: {instead}."
+        if told["state"] == "loads":
+            state, value, advice = OK, "loads", ""
+        elif told["state"] == "locked":
+            state, value = PROBLEM, f"every build waits while {told['detail']} is there"
+            advice = "Where no run is building it now, delete that file: its build was killed."
+        elif told["state"] == "fails":
+            value = f"does not load: {told['detail']}"
+        elif lacking:
+            value = "cannot be built: " + ", ".join(f"{f.title} {f.value}" for f in lacking)
+        else:
+            state, value, advice = OK, "not built yet: the first run that needs it does it", ""
+        findings.append(Finding(f"op_{name}", f"op {name}", state, value, advice))
+    return findings
 
 
 def _memory() -> Finding:

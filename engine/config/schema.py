@@ -657,7 +657,7 @@ class RunConfig(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto",
         "Precision",
-        "auto: bf16 where the hardware is fast at it, else fp16 on CUDA and fp32 on a CPU",
+        "auto: bf16 where the hardware computes in it, else fp16 on a GPU that can, else fp32",
         group="memory",
         fixed_by=ALL_STEPS,
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer, Init
 from torch import Tensor, nn
 
 from engine.distributed import sum_over_ranks
+from engine.operators import why_not_loaded
 
 # DeepSpeed leaves tensors alone that would save little.
 _SMALLEST_TENSOR = 500_000
@@ -69,13 +69,20 @@ class FrozenBytes:
 
 
 def install_quantizer() -> None:
-    """Make DeepSpeed able to quantise weights; call before a model is partitioned."""
-    builds = deepspeed.ops.__compatible_ops__.get("quantizer")
-    if CUDAQuantizer.quantizer_cuda_module is None and not builds:
+    """Make DeepSpeed able to quantise weights; call on all ranks, before a model is partitioned."""
+    if CUDAQuantizer.quantizer_cuda_module is None and why_not_loaded("QuantizerBuilder"):
         CUDAQuantizer.quantizer_cuda_module = TorchQuantizer()
     # On one rank DeepSpeed dequantises with an attribute of the class that nothing sets.
     if not hasattr(Init, "quantizer_module"):
         Init.quantizer_module = CUDAQuantizer()
+
+
+def describe_quantizer() -> str:
+    """Which quantizer `install_quantizer` took, and why where it is not DeepSpeed's."""
+    if isinstance(CUDAQuantizer.quantizer_cuda_module, TorchQuantizer):
+        reason = why_not_loaded("QuantizerBuilder")
+        return f"weights are quantised by torch, since DeepSpeed's kernels do not load: {reason}"
+    return "weights are quantised by DeepSpeed's kernels"
 
 
 @torch.no_grad()

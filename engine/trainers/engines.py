@@ -19,9 +19,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from engine.config.schema import StepConfig
 from engine.distributed import world_size
-from engine.models.quantization import install_quantizer
+from engine.models.quantization import describe_quantizer, install_quantizer
+from engine.operators import why_not_loaded
 from engine.planning.memory import LARGEST_REDUCE_BUCKET
 from engine.trainers.overflow import log_overflows, loss_scale, scale_updated_afterwards
+from engine.trainers.report import Report
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
         yield
         return
     _check_device(zero)
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights"):
+    if _quantizes_weights(zero):
         install_quantizer()
     # transformers keeps a weak reference alone: the object must live as long as the loading.
     keep_alive = HfDeepSpeedConfig(config)
@@ -55,6 +57,7 @@ def training_engine(
     groups: list[dict[str, Any]],
     options: StepConfig,
     total_steps: int,
+    report: Report,
     eps: float = 1e-8,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model for training with AdamW and a learning-rate schedule.
@@ -65,6 +68,7 @@ def training_engine(
         groups: parameters with their learning rate and weight decay.
         options: the step's betas, schedule and warm-up.
         total_steps: optimizer steps of the whole schedule.
+        report: is told which optimizer it is.
         eps: Adam's epsilon.
     """
     zero = config["zero_optimization"]
@@ -72,7 +76,7 @@ def training_engine(
     # DeepSpeed lays the whole bucket out at once, by default 5e8 numbers.
     zero["reduce_bucket_size"] = min(LARGEST_REDUCE_BUCKET, trained)
     offload = "offload_optimizer" in zero
-    optimizer = _adamw(groups, offload, betas=options.adam_betas, eps=eps)
+    optimizer = _adamw(groups, offload, report, betas=options.adam_betas, eps=eps)
     scheduler = get_scheduler(
         options.scheduler,
         optimizer,
@@ -86,6 +90,8 @@ def training_engine(
         _undo_first_step(engine.optimizer)
     if engine.fp16_enabled():
         log_overflows()
+    if _quantizes_weights(zero):
+        report.note(describe_quantizer())
     # Models are loaded in evaluation mode.
     engine.train()
     return engine
@@ -158,32 +164,45 @@ def _undo_first_step(wrapper: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         group.pop("step", None)
 
 
+def _quantizes_weights(zero: dict[str, Any]) -> bool:
+    options = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    return any(zero.get(option) for option in options)
+
+
 def _check_device(zero: dict[str, Any]) -> None:
     """Refuse what needs DeepSpeed's kernels where there are none."""
-    name = get_accelerator().device_name()
-    if zero.get("zero_quantized_gradients") and name != "cuda":
-        raise ValueError(
-            f"zero_quantized_gradients needs DeepSpeed's CUDA kernels, not a {name}; "
-            "set actor.zero_quantized_gradients=false and critic.zero_quantized_gradients=false"
+    if zero.get("zero_quantized_gradients"):
+        missing = why_not_loaded("QuantizerBuilder")
+        if missing:
+            raise ValueError(
+                "zero_quantized_gradients needs DeepSpeed's CUDA kernels, which do not load here "
+                f"({missing}); set actor.zero_quantized_gradients=false and "
+                "critic.zero_quantized_gradients=false"
+            )
+    if zero["offload_param"]["device"] == "nvme":
+        missing = why_not_loaded("AsyncIOBuilder")
+        if missing:
+            raise ValueError(
+                f"nvme_path={zero['offload_param']['nvme_path']} needs DeepSpeed's async_io, which "
+                f"does not load here ({missing}); install a C++ compiler and libaio with its "
+                "headers (libaio-dev), or set actor.nvme_path=null and critic.nvme_path=null"
+            )
+
+
+def _adamw(
+    groups: list[dict[str, Any]], offload: bool, report: Report, **options: Any
+) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW where its kernel loads on all ranks, else torch's."""
+    if get_accelerator().device_name() == "cpu":
+        # As fast here as DeepSpeed's, and needs no compiler.
+        report.note("optimizer: AdamW of torch")
+        return torch.optim.AdamW(groups, fused=True, **options)
+    kind = "DeepSpeedCPUAdam" if offload else "FusedAdam"
+    missing = why_not_loaded("CPUAdamBuilder" if offload else "FusedAdamBuilder")
+    if missing:
+        report.warning(
+            f"optimizer: AdamW of torch, since {kind} of DeepSpeed does not load: {missing}"
         )
-    on_nvme = zero["offload_param"]["device"] == "nvme"
-    if on_nvme and not deepspeed.ops.__compatible_ops__.get("async_io"):
-        raise ValueError(
-            f"nvme_path={zero['offload_param']['nvme_path']} needs DeepSpeed's async_io, which "
-            "does not build here; install libaio with its headers (libaio-dev), or set "
-            "actor.nvme_path=null and critic.nvme_path=null"
-        )
-
-
-def _adamw(groups: list[dict[str, Any]], offload: bool, **options: Any) -> torch.optim.Optimizer:
-    """DeepSpeed's kernels on a GPU where they build, else torch's fused AdamW.
-
-    On a CPU torch's is as fast as DeepSpeed's and needs no compiler.
-    """
-    if get_accelerator().device_name() != "cpu":
-        compatible = deepspeed.ops.__compatible_ops__
-        if offload and compatible.get("cpu_adam"):
-            return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **options)
-        if not offload and compatible.get("fused_adam"):
-            return deepspeed.ops.adam.FusedAdam(groups, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+        return torch.optim.AdamW(groups, fused=True, **options)
+    report.note(f"optimizer: {kind} of DeepSpeed")
+    return getattr(deepspeed.ops.adam, kind)(groups, **options)

@@ -130,12 +130,14 @@ class RLHFEngine:
     def _train(
         self, model: nn.Module, name: Role, role: RoleConfig, optimizer_steps: int
     ) -> DeepSpeedEngine:
-        ppo = self.context.config.ppo
+        ppo, report = self.context.config.ppo, self.context.report
         groups = parameter_groups(
             model, role.learning_rate, role.weight_decay, role.lora.learning_rate
         )
         config = self._training_config(name)
-        return training_engine(model, config, groups, ppo, optimizer_steps, eps=ppo.adam_eps)
+        return training_engine(
+            model, config, groups, ppo, optimizer_steps, report, eps=ppo.adam_eps
+        )
 
     def answer_logits(
         self, model: DeepSpeedEngine, ids: Tensor, mask: Tensor, width: int

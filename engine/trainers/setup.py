@@ -81,7 +81,7 @@ def trained_model(
     groups = parameter_groups(
         model, options.learning_rate, options.weight_decay, layout.lora.learning_rate
     )
-    engine = training_engine(model, engine_config, groups, options, total_steps)
+    engine = training_engine(model, engine_config, groups, options, total_steps, report)
     if role == "actor" and config.mixz.enabled:
         report.note(str(quantize_frozen(engine.module)))
     return TrainedModel(engine, shape, parameters, plan)

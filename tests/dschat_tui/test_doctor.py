@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 
@@ -13,19 +14,37 @@ from typer.testing import CliRunner
 from dschat_tui import doctor
 from dschat_tui.cli import app
 
+GPU = {"name": "NVIDIA T4", "memory": 2**34, "free": 2**33}
+
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Without the children that import torch and DeepSpeed."""
-    told = {
-        "torch": {"version": "2", "cuda": None, "available": False, "devices": [], "bf16": False},
-        "deepspeed": {"version": "0", "ops": {"fused_adam": True, "cpu_adam": False}},
-    }
+    """Without the children that import torch and DeepSpeed: on a CPU, or on a GPU with CUDA."""
 
-    def answer(name, code):
-        return told[name], doctor.Finding(name, name, doctor.OK, told[name]["version"])
+    def install(**ops: dict[str, str]) -> None:
+        on_gpu = bool(ops)
+        told = {
+            "torch": {
+                "version": "2",
+                "cuda": "12.8" if on_gpu else None,
+                "available": on_gpu,
+                "devices": [GPU] if on_gpu else [],
+            },
+            "deepspeed": {
+                "version": "0",
+                "accelerator": "cuda" if on_gpu else "cpu",
+                "dtypes": ["fp16" if on_gpu else "bf16"],
+                "ops": ops,
+            },
+        }
 
-    monkeypatch.setattr(doctor, "_ask_child", answer)
+        def answer(name, code):
+            return told[name], doctor.Finding(name, name, doctor.OK, told[name]["version"])
+
+        monkeypatch.setattr(doctor, "_ask_child", answer)
+
+    install()
+    return install
 
 
 def by_id(findings):
@@ -39,8 +58,59 @@ def test_a_machine_without_any_program_is_told_what_it_lacks(quick, monkeypatch,
     for id in ("c++", "ninja", "launcher", "driver"):
         assert found[id].state != doctor.OK
         assert found[id].advice
-    assert found["op_cpu_adam"].advice
     assert found["op_fused_adam"].state == doctor.OK
+    assert found["op_fused_adam"].value == "not used on a CPU"
+    assert "dtype=auto: bf16" in found["device"].value
+
+
+def test_operators_are_told_as_a_run_will_find_them(quick, monkeypatch, tmp_path):
+    unbuilt = {"state": "unbuilt", "detail": ""}
+    quick(fused_adam=unbuilt, cpu_adam=unbuilt, quantizer=unbuilt)
+    for program in ("c++", "ninja"):
+        (tmp_path / program).write_text("#!/bin/sh\necho 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-toolkit"))
+    found = by_id(doctor.examine())
+    for name in ("fused_adam", "quantizer"):
+        assert found[f"op_{name}"].state == doctor.NOTE
+        assert found[f"op_{name}"].value == "cannot be built: nvcc not found"
+        assert "torch" in found[f"op_{name}"].advice
+    assert found["op_cpu_adam"].value.startswith("not built yet")
+    assert found["device0"].value == "NVIDIA T4, 8.0 GiB free of 16.0, dtype=auto: fp16"
+    (tmp_path / "c++").unlink()
+    found = by_id(doctor.examine())
+    assert found["op_cpu_adam"].value == "cannot be built: C++ compiler not on PATH"
+
+    quick(
+        fused_adam={"state": "loads", "detail": ""},
+        cpu_adam={"state": "fails", "detail": "ImportError: undefined symbol"},
+        quantizer={"state": "locked", "detail": "/cache/quantizer/lock"},
+    )
+    found = by_id(doctor.examine())
+    assert found["op_fused_adam"].state == doctor.OK
+    assert found["op_cpu_adam"].value == "does not load: ImportError: undefined symbol"
+    assert found["op_quantizer"].state == doctor.PROBLEM
+    assert "/cache/quantizer/lock" in found["op_quantizer"].value
+
+
+def test_a_python_that_cannot_be_started_is_a_finding(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    told, finding = doctor._ask_child("torch", "print('{}')")
+    assert told is None
+    assert finding.state == doctor.PROBLEM
+    assert str(tmp_path / "python") in finding.value
+    assert "No such file" in finding.value
+
+
+@pytest.mark.slow
+def test_this_machines_libraries_answer():
+    found = by_id(doctor.examine())
+    for name in ("torch", "deepspeed", "launcher"):
+        assert found[name].state == doctor.OK
+    device = found.get("device0") or found["device"]
+    assert re.search("dtype=auto: (bf16|fp16|fp32)$", device.value)
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(quick):

@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 from launched import free_environment
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine.config.rules import ModelFacts, check
 from engine.models.load import ModelError
+from engine.trainers import engines
 from engine.trainers.context import StepContext
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
@@ -157,11 +157,11 @@ def test_each_rule_refuses_and_its_change_mends(changes, rule):
 
 
 def test_what_the_device_lacks_is_said_before_loading(model, group, tmp_path, monkeypatch):
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "async_io", False)
+    monkeypatch.setattr(engines, "why_not_loaded", lambda builder: f"no {builder}")
     files = ("actor.zero_stage=3", "actor.offload=true", f"actor.nvme_path={tmp_path}")
-    with pytest.raises(ValueError, match=r"libaio-dev.*actor\.nvme_path=null"):
+    with pytest.raises(ValueError, match=r"no AsyncIOB.*libaio-dev.*actor\.nvme_path=null"):
         sft(model, tmp_path, *files)
-    with pytest.raises(ValueError, match=r"CUDA kernels.*zero_quantized_gradients=false"):
+    with pytest.raises(ValueError, match=r"no QuantizerB.*zero_quantized_gradients=false"):
         sft(model, tmp_path, "actor.zero_stage=3", "actor.zero_quantized_gradients=true")
 
 

@@ -25,6 +25,7 @@ from engine.trainers.dpo import DPOTrainer
 from engine.trainers.engines import backward, engine_step, training_engine
 from engine.trainers.experience import Experience
 from engine.trainers.ppo import PPOTrainer, UpdateStats
+from engine.trainers.report import Report
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 from engine.trainers.watchdog import Watchdog
@@ -132,7 +133,7 @@ def distance(moved: Tensor) -> float:
     return float(moved.abs().mean())
 
 
-def engine_of(cell: Cell, patch: pytest.MonkeyPatch) -> DeepSpeedEngine:
+def engine_of(cell: Cell, patch: pytest.MonkeyPatch, tmp_path: Path) -> DeepSpeedEngine:
     # DeepSpeed picks the wrapper of stage 0 by this class, which needs a compiler to be made.
     if cell.wrapper == "FP16_Optimizer":
         patch.setattr("deepspeed.runtime.engine.FusedAdam", torch.optim.AdamW)
@@ -150,14 +151,15 @@ def engine_of(cell: Cell, patch: pytest.MonkeyPatch) -> DeepSpeedEngine:
         config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": cell.window}
     model = layers()
     options = SftConfig(adam_betas=(0.9, 0.95), warmup_steps=0, scheduler="constant")
-    engine = training_engine(model, config, groups(model), options, STEPS, eps=cell.eps)
+    report = Report(tmp_path)
+    engine = training_engine(model, config, groups(model), options, STEPS, report, eps=cell.eps)
     assert type(engine.optimizer).__name__ == cell.wrapper
     return engine
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_an_engine_moves_weights_as_torch_does_in_fp32(cell, group, monkeypatch):
-    engine = engine_of(cell, monkeypatch)
+def test_an_engine_moves_weights_as_torch_does_in_fp32(cell, group, monkeypatch, tmp_path):
+    engine = engine_of(cell, monkeypatch, tmp_path)
     start, norms, dtype = held(engine), [], next(engine.module.parameters()).dtype
     for inputs, targets in rows():
         cuts = inputs.chunk(cell.accumulation), targets.chunk(cell.accumulation)
@@ -174,8 +176,8 @@ def test_an_engine_moves_weights_as_torch_does_in_fp32(cell, group, monkeypatch)
 
 
 @pytest.mark.parametrize("wrapper", ["FP16_Optimizer", "FP16_UnfusedOptimizer"])
-def test_a_loss_scale_at_its_floor_ends_training_at_stage_0(wrapper, group, monkeypatch):
-    engine = engine_of(Cell("fp16", 0, wrapper), monkeypatch)
+def test_a_loss_scale_at_its_floor_ends_training_at_stage_0(wrapper, group, monkeypatch, tmp_path):
+    engine = engine_of(Cell("fp16", 0, wrapper), monkeypatch, tmp_path)
     engine.optimizer.loss_scale = 4.0
     watchdog = Watchdog(None, {"actor": engine})
     start = held(engine)
@@ -193,9 +195,9 @@ def test_a_loss_scale_at_its_floor_ends_training_at_stage_0(wrapper, group, monk
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS], ids=str)
 def test_overflows_are_in_the_log_in_words_that_the_dashboard_counts(
-    wrapper, group, monkeypatch, capsys
+    wrapper, group, monkeypatch, tmp_path, capsys
 ):
-    engine = engine_of(Cell("fp16", *wrapper), monkeypatch)
+    engine = engine_of(Cell("fp16", *wrapper), monkeypatch, tmp_path)
     # The logger keeps the stdout of the process, which is not the one captured here.
     monkeypatch.setattr(logger.handlers[0], "stream", sys.stdout)
     inputs, targets = rows()[0]

@@ -1,5 +1,7 @@
 """One of two ranks whose collectives time out in two seconds, while rank 0 works alone for longer.
 
+An operator loads on rank 0 alone.
+
 Argument: the rank. Prints what this rank met.
 """
 
@@ -10,9 +12,11 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
+from engine import operators
 from engine.config.schema import RunConfig
 from engine.distributed import process_group, rank, sum_over_ranks
 from engine.trainers import context
@@ -32,13 +36,27 @@ def work_alone(act: str) -> str:
     return f"made for rank {rank()}"
 
 
+class Operators:
+    """Stands where an accelerator does; what it builds loads on rank 0 alone."""
+
+    @staticmethod
+    def create_op_builder(name: str) -> SimpleNamespace:
+        def load(verbose: bool) -> None:
+            if rank() == 1:
+                raise OSError(f"no compiler for {name}")
+
+        return SimpleNamespace(load=load)
+
+
 def main() -> None:
     """Let rank 0 work, fail and die alone; a sum shows that the ranks are in step after it."""
     os.environ |= {"RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     context.resolve_model = work_alone
     step = StepContext(RunConfig(), Path(), "sft", None, None)
+    operators.get_accelerator = Operators
     with process_group():
+        print("operator", operators.why_not_loaded("FusedAdamBuilder"), flush=True)
         for act in ("works", "fails", "dies"):
             try:
                 print(act, step.resolve_model(act), flush=True)
