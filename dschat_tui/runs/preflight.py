@@ -24,6 +24,7 @@ from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
 from engine.config.steps import BY_NAME, STEPS, Step, StepName, pipeline
+from engine.config.warmup import warmup_problem
 from engine.data import checks, files
 from engine.models import embedded, folders, names
 from engine.planning import KNOWN_FAMILIES, ModelShape
@@ -86,7 +87,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
-    return Plan(config, run, steps, _notes(config))
+    return Plan(config, run, steps, _notes(config, steps))
 
 
 def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
@@ -404,14 +405,21 @@ def _abilities(folder: str, modified: int, trust_remote_code: bool) -> dict[str,
     return {"causal_lm": problem, "reward_model": problem, "linear_layers": []}
 
 
-def _notes(config: RunConfig) -> list[str]:
-    """What a person should know of a run that may start: that there is no plan of its memory."""
+def _notes(config: RunConfig, steps: list[Step]) -> list[str]:
+    """What a person should know of a run that may start.
+
+    That is a warm-up that outlasts training, and a family that there is no plan of memory for.
+    """
+    options = [(step.name, getattr(config, step.name)) for step in steps]
+    problems = [warmup_problem(name, each, each.max_steps) for name, each in options]
+    notes = [problem for problem in problems if problem is not None]
     try:
         memory_plan.shapes_of(config, offline=True)
     except memory_plan.PlanError as error:
         # of a model that is not here yet the family is not known either
-        return [str(error)] if isinstance(error, memory_plan.UnplannedFamilyError) else []
-    return []
+        if isinstance(error, memory_plan.UnplannedFamilyError):
+            notes.append(str(error))
+    return notes
 
 
 def _check_base_model(key: str, name: str) -> list[str]:

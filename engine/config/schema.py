@@ -433,6 +433,11 @@ class StepConfig(Section):
             raise ValueError(f"{group!r} cannot differ in one step; actor, critic and data can")
         return value
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step of training."""
+        return 1
+
 
 class PretrainingStyleStep(StepConfig):
     """What steps 1 and 2 share."""
@@ -592,6 +597,11 @@ class PpoConfig(StepConfig):
         group="stability",
     )
     adam_eps: PositiveFloat = option(1e-5, "Adam epsilon", "Epsilon of the optimizers of step 3")
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of actor and critic on the answers of one generation step."""
+        return self.inner_epochs * (self.rollout_batch_size // self.batch_size)
 
 
 class GatesConfig(Section):

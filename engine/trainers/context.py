@@ -16,6 +16,7 @@ from engine.checkpoint import Checkpoints
 from engine.config.layout import model_source
 from engine.config.schema import RunConfig, StepConfig
 from engine.config.steps import BY_NAME, StepName
+from engine.config.warmup import warmup_problem
 from engine.data.batches import GlobalBatches
 from engine.data.phases import PhaseData, build_phase
 from engine.data.schemas import Phase
@@ -152,6 +153,12 @@ class StepContext:
         # Rank 0 has the most rows.
         most = math.ceil(math.ceil(rows / world_size()) / batch_size)
         return batches + [([0], False)] * (most - len(batches))
+
+    def warn_of_warmup(self, steps: int) -> None:
+        """Warn of a warm-up that outlasts a training of so many steps."""
+        problem = warmup_problem(self.step, getattr(self.config, self.step), steps)
+        if problem is not None:
+            self.report.warning(problem)
 
     def checkpoints(self, engines: Mapping[str, DeepSpeedEngine]) -> Checkpoints:
         """The checkpoints of this step's engines."""

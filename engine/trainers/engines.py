@@ -81,7 +81,8 @@ def training_engine(
         options.scheduler,
         optimizer,
         num_warmup_steps=options.warmup_steps,
-        num_training_steps=total_steps,
+        # The polynomial schedule divides by the steps after warm-up once warm-up is over.
+        num_training_steps=max(total_steps, options.warmup_steps + 1),
     )
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config

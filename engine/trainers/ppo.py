@@ -89,12 +89,11 @@ class PPOTrainer:
         rollout = options.rollout_batch_size
         self.batches = GlobalBatches(lengths, rollout, config.seed)
         self.total_steps = length_of_training(options, self.batches, rollout)
-        self.updates_a_step = options.inner_epochs * (
-            options.rollout_batch_size // options.batch_size
-        )
+        context.warn_of_warmup(self.total_steps)
+        optimizer_steps = self.total_steps * options.updates_per_step
 
         # 2. The engines.
-        self.engine = RLHFEngine(context, self.tokenizer, self.total_steps * self.updates_a_step)
+        self.engine = RLHFEngine(context, self.tokenizer, optimizer_steps)
         self.sampling = Sampling(
             max_new_tokens=options.max_answer_length,
             temperature=options.temperature,
@@ -162,7 +161,7 @@ class PPOTrainer:
             self.load_state(resumed)
         elif self.options.normalize_reward:
             self.normalization = self.measure_scores()
-        optimizer_steps = self.total_steps * self.updates_a_step
+        optimizer_steps = self.total_steps * self.options.updates_per_step
         report.line(write.running_training(optimizer_steps))
         first = resumed["step"] if resumed else 0
         for step in range(first, self.total_steps):
@@ -480,8 +479,8 @@ class PPOTrainer:
 
         # 2. The log, TensorBoard and the rollouts.
         report.write(reported)
-        done = self.updates_a_step * (step + 1)
-        if done % self.context.config.logging.optimizer_interval < self.updates_a_step:
+        done = self.options.updates_per_step * (step + 1)
+        if done % self.context.config.logging.optimizer_interval < self.options.updates_per_step:
             report.optimizer(engine.actor)
             report.optimizer(engine.critic)
         losses = {name: metrics[name] for name in ("actor_loss", "critic_loss")}

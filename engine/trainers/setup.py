@@ -58,6 +58,7 @@ def trained_model(
     """
     config, report = context.config, context.report
     layout: RoleConfig = getattr(config, role)
+    context.warn_of_warmup(total_steps)
     report.phase("loading the model")
     plan = BatchPlan.of(options, world_size())
     engine_config = deepspeed_config(

@@ -107,6 +107,15 @@ def test_dry_run_shows_a_configuration_that_loads_and_the_commands_and_writes_no
     assert "kl_coef" in shown
 
 
+def test_a_warm_up_that_outlasts_training_is_noted_before_the_start(elsewhere):
+    changes = ["--set", "ppo.scheduler=linear", "--set", "ppo.warmup_steps=100"]
+    changes += ["--set", "ppo.max_steps=20", "--set", "ppo.inner_epochs=2"]
+    result = dschat("run", "--dry-run", "--json", *changes)
+    assert "note: ppo.warmup_steps=100, but training has only 40 optimizer steps" in result.stderr
+    assert json.loads(result.stdout)["commands"]
+    assert "warmup" not in dschat("run", "--dry-run", "--json", *changes, "--steps", "1,2").stderr
+
+
 def test_data_given_replaces_the_sources_of_the_profile(elsewhere):
     rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
     for name in ("a.json", "b.json"):

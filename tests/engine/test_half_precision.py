@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.config.deepspeed import deepspeed_config
 from engine.config.schema import SftConfig
 from engine.config.steps import BY_NAME
+from engine.log.read import LogReader
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer
 from engine.trainers.engines import backward, engine_step, training_engine
@@ -29,7 +30,6 @@ from engine.trainers.report import Report
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 from engine.trainers.watchdog import Watchdog
-from engine.training_log import LogReader
 
 ROWS, STEPS = 4, 6
 TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer, "ppo": PPOTrainer}

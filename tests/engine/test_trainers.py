@@ -155,7 +155,7 @@ def test_a_step_of_answers_that_are_eos_alone_is_a_step_like_others(run, tmp_pat
     for old, engine in zip(before, (trainer.engine.actor, trainer.engine.critic), strict=True):
         assert weights(engine).isfinite().all()
         assert not torch.equal(old, weights(engine))
-        assert engine.global_steps == trainer.updates_a_step
+        assert engine.global_steps == trainer.options.updates_per_step
     folder = tmp_path / "step3-rlhf"
     metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["empty_answers"] == 8
