@@ -369,7 +369,8 @@ def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
             assert all(description in text for description in descriptions(scope))
         assert not any(key.description in text for key in keys.KEYS if key.id == "run.jump")
         assert "explained variance" in text
-        assert "rising from 0 towards 1; below 0 it harms" in text
+        assert "Normally rising towards 1." in text
+        assert "foresees less than a constant would" in text
         assert "The KL running away" in text
         await pilot.press("r")
         await pilot.pause()
