@@ -44,10 +44,13 @@ def test_micro_batches_do_not_change_an_optimizer_step(trainer_type, run, tmp_pa
             f"{step}.micro_batch_size={micro}", f"models.sft={run}/step1-sft/model"
         )
         trainer = trainer_type(StepContext.create(config, tmp_path / str(micro), step))
+        # Adam's first step is the gradient's sign, whatever its size: with an epsilon as large as
+        # gradients, rounding of those near 0 moves no weight, and a wrong scale moves all.
+        for parameters in trainer.engine.optimizer.param_groups:
+            parameters["eps"] = 1e-4
         trainer.train()
         results.append(weights(trainer.engine))
-    # Adam divides by the root of tiny second moments: compare where rounding is not amplified.
-    torch.testing.assert_close(results[0], results[1], atol=2e-4, rtol=0)
+    torch.testing.assert_close(results[0], results[1], atol=2e-6, rtol=0)
 
 
 def test_sft_writes_the_same_numbers_into_the_log_and_metrics(tmp_path, capfd):
