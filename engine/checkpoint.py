@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch import Tensor, nn
 
 from engine.config.layout import (
     CHECKPOINT_MANIFEST,
@@ -26,10 +30,12 @@ from engine.config.layout import (
     checkpoint_name,
     whole_checkpoints,
 )
-from engine.distributed import max_over_ranks, rank, world_size
+from engine.distributed import long_waits, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.trainers.report import Report
 
 _SECONDS_BETWEEN_LOOKS = 5.0
+# Elements at either end of each frozen parameter by which a base model is known again.
+_SAMPLED = 256
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Manifest:
 class Checkpoints:
     """The checkpoints of one step, written by all ranks together.
 
-    One appears under its name when it is whole: a kill in the middle leaves the older ones.
+    One appears under its name when it is whole: a kill in the middle leaves the older ones. Frozen
+    weights are not in it: they are those of the base model, from which a resumed step begins too.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Checkpoints:
             the state given to `after_step`, with `step`; None if there is no checkpoint.
 
         Raises:
-            ValueError: it was written by another number of ranks.
+            ValueError: it was written by another number of ranks, or with other frozen weights.
         """
         found = self.whole()
         if not found:
@@ -91,10 +98,14 @@ class Checkpoints:
                 f"set launch.num_accelerators so that there are {manifest.ranks}"
             )
         self._report.phase(f"loading the checkpoint of step {manifest.step}")
-        for name, engine in self._engines.items():
-            # Frozen parameters are part of the base model and may be left out of a checkpoint.
-            engine.load_checkpoint(str(folder / name), tag="engine", load_module_strict=False)
-        own = torch.load(folder / f"rank-{rank()}.pt", weights_only=True)
+        # Tensors would otherwise go back to the device that they came from.
+        own = torch.load(folder / f"rank-{rank()}.pt", map_location="cpu", weights_only=True)
+        self._check_frozen(folder, own.pop("frozen", {}))
+        with long_waits():
+            for name, engine in self._engines.items():
+                # Frozen parameters are part of the base model and left out of a checkpoint.
+                engine.load_checkpoint(str(folder / name), tag="engine", load_module_strict=False)
+            _barrier()
         _set_random_states(own.pop("random"))
         if rank() == 0:
             for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -117,7 +128,9 @@ class Checkpoints:
         """
         stopping = self._stop_requested()
         if stopping or (self._interval and step % self._interval == 0):
-            self._save(step, state(), score)
+            with long_waits():
+                self._save(step, state(), score)
+                _barrier()
         if stopping:
             self._report.note(f"stopped on request after step {step}, with a checkpoint")
         return stopping
@@ -131,6 +144,18 @@ class Checkpoints:
             except TypeError:
                 continue
         return found
+
+    def _check_frozen(self, folder: Path, digests: dict[str, str]) -> None:
+        """Refuse other frozen weights than those that a checkpoint was written with."""
+        for name, digest in digests.items():
+            differs = digest != _frozen_digest(self._engines[name].module)
+            if max_over_ranks(float(differs)) > 0:
+                raise ValueError(
+                    f"{folder} was trained with other frozen weights than the {name} has now, and "
+                    "does not hold them; give the same base model again (models.actor or "
+                    "models.reward, or the finished models.sft or models.trained_reward), or "
+                    f"remove {self._folder} to begin this step anew"
+                )
 
     def _stop_requested(self) -> bool:
         """One answer for all ranks."""
@@ -156,7 +181,6 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             temporary.rename(target)
             self._rotate()
-        _barrier()
         seconds = time.perf_counter() - started
         self._report.note(f"checkpoint of step {step} written in {seconds:.1f} s")
 
@@ -166,14 +190,18 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         _barrier()
-        no_room = self._expected_size() > shutil.disk_usage(self._folder).free
+        no_room = self._expected_size(state) > shutil.disk_usage(self._folder).free
         # Every rank must take the same way: some of what follows is collective.
         if max_over_ranks(float(no_room)) > 0:
             return False
         try:
             for name, engine in self._engines.items():
-                engine.save_checkpoint(str(temporary / name), tag="engine")
-            own = {**state, "random": _random_states()}
+                with _frozen_left_out(engine.module):
+                    engine.save_checkpoint(
+                        str(temporary / name), tag="engine", exclude_frozen_parameters=True
+                    )
+            frozen = {name: _frozen_digest(e.module) for name, e in self._engines.items()}
+            own = {**state, "random": _random_states(), "frozen": frozen}
             torch.save(own, temporary / f"rank-{rank()}.pt")
         except (OSError, RuntimeError) as error:
             # torch's writer tells a full disk as a RuntimeError of its own.
@@ -186,18 +214,22 @@ class Checkpoints:
             no_room = True
         return max_over_ranks(float(no_room)) == 0
 
-    def _expected_size(self) -> int:
-        """Bytes that the next checkpoint takes: as the last one, else by the parameters."""
+    def _expected_size(self, state: dict[str, Any]) -> int:
+        """Bytes that the next checkpoint takes: as the last one, else by what is written."""
+        (of_ranks,) = sum_over_ranks(
+            sum(value.nbytes for value in _flat(state) if isinstance(value, Tensor))
+        )
         known = self.whole()
         if known:
             return known[-1][1].size
         # fp32 weights and two moments of what trains, and the weights themselves.
-        return sum(
-            getattr(parameter, "ds_numel", parameter.numel())
-            * ((12 if parameter.requires_grad else 0) + parameter.element_size())
+        trained = sum(
+            getattr(parameter, "ds_numel", parameter.numel()) * (12 + parameter.element_size())
             for engine in self._engines.values()
             for parameter in engine.module.parameters()
+            if parameter.requires_grad
         )
+        return trained + int(of_ranks)
 
     def _wait_for_room(self) -> bool:
         """Wait a moment; whether a stop was asked for meanwhile."""
@@ -221,6 +253,56 @@ class Checkpoints:
 def _barrier() -> None:
     if world_size() > 1:
         dist.barrier()
+
+
+def _flat(state: dict[str, Any]) -> Iterator[Any]:
+    """The values of a state, those in lists apart."""
+    for value in state.values():
+        yield from value if isinstance(value, list) else (value,)
+
+
+@contextmanager
+def _frozen_left_out(module: nn.Module) -> Iterator[None]:
+    """Let `state_dict` leave out frozen parameters, by all their names.
+
+    DeepSpeed leaves out one name of those that are tied.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    handle = module.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _frozen_digest(module: nn.Module) -> str:
+    """A digest of both ends of what this rank holds of each frozen parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            continue
+        held = _held(parameter)
+        digest.update(name.encode())
+        for part in (held[:_SAMPLED], held[-_SAMPLED:]):
+            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _held(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a parameter, flat; nothing of a shard that lies in a file."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach().reshape(-1)
+    shard = parameter.ds_tensor
+    if shard.final_location == OffloadDeviceEnum.nvme:
+        return shard[:0]
+    # The last shards end in padding that nothing has set.
+    return shard[: max(0, parameter.ds_numel - rank() * len(shard))]
 
 
 def _random_states() -> dict[str, Any]:

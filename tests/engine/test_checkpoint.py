@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import resumed
+import torch
 from resumed import records
 from small_run import configuration
 
 from engine.config.steps import BY_NAME
 from engine.trainers.context import StepContext
+from engine.trainers.ppo import PPOTrainer
 from engine.trainers.sft import SFTTrainer
 
 LONGER = ("sft.max_steps=4", "reward.max_steps=4", "ppo.max_steps=4", "reward.eval_interval=2")
@@ -35,7 +37,21 @@ def fresh(run, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("features", [(), ("actor.zero_stage=2", "critic.zero_stage=3")])
+def only_adapters(stage: int) -> tuple[str, ...]:
+    options = (f"zero_stage={stage}", "lora.rank=2", "lora.only=true", "lora.learning_rate=0.01")
+    return tuple(f"{role}.{option}" for role in ("actor", "critic") for option in options)
+
+
+FEATURES = [
+    (),
+    ("actor.zero_stage=2", "critic.zero_stage=3"),
+    only_adapters(0),
+    only_adapters(2),
+    only_adapters(3),
+]
+
+
+@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
 def test_a_resumed_step_equals_an_uninterrupted_one(step, features, fresh):
     options = (
@@ -50,6 +66,48 @@ def test_a_resumed_step_equals_an_uninterrupted_one(step, features, fresh):
     assert not train(broken, step, *options, stop_after=2)
     assert train(broken, step, *options)
     assert records(broken, step) == records(whole, step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_are_not_written(stage, fresh):
+    folder = fresh("only")
+    options = ("ema.enabled=true", "checkpoint.interval=1", *only_adapters(stage))
+    trainer = PPOTrainer(StepContext.create(configuration(*options), folder, "ppo"))
+    parameters = list(trainer.engine.actor.module.parameters())
+    frozen = sum(4 * getattr(p, "ds_numel", p.numel()) for p in parameters if not p.requires_grad)
+    trainer.checkpoints.after_step(1, trainer.state, 0.0)
+    ((_, manifest),) = trainer.checkpoints.whole()
+    assert frozen > 3_000_000
+    # DeepSpeed's files of two engines have some 100 kB each beside what trains.
+    assert manifest.size < frozen / 4
+
+
+def test_a_checkpoint_of_adapters_is_refused_on_another_base(fresh):
+    folder = fresh("base")
+    config = configuration("checkpoint.interval=1", *only_adapters(0))
+    for base in ("the same", "another"):
+        trainer = SFTTrainer(StepContext.create(config, folder, "sft"))
+        if base == "another":
+            frozen = trainer.engine.module.get_input_embeddings().weight
+            frozen.data[-1, -1] += 1
+            with pytest.raises(ValueError, match=r"other frozen weights.*same base model"):
+                trainer.checkpoints.resume()
+            return
+        trainer.checkpoints.after_step(1, trainer_state, 0.0)
+        assert trainer.checkpoints.resume()["step"] == 1
+
+
+def test_a_checkpoint_of_another_device_is_read(fresh, monkeypatch):
+    trainer = PPOTrainer(
+        StepContext.create(configuration("ema.enabled=true"), fresh("device"), "ppo")
+    )
+    with monkeypatch.context() as patch:
+        # As if every tensor had been on a GPU, which this machine may lack.
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        trainer.checkpoints._save(1, trainer.state(), 0.0)
+    resumed = trainer.checkpoints.resume()
+    assert {shard.device.type for shard in resumed["actor_ema"]} == {"cpu"}
+    trainer.load_state(resumed)
 
 
 def test_steps_after_the_last_checkpoint_are_done_again_and_told_once(fresh):
@@ -101,6 +159,26 @@ def test_another_number_of_ranks_is_refused(fresh):
     manifest.write_text(manifest.read_text().replace('"ranks": 1', '"ranks": 2'))
     with pytest.raises(ValueError, match=r"launch\.num_accelerators"):
         trainer.checkpoints.resume()
+
+
+def test_room_is_kept_for_the_average_too(fresh, monkeypatch, capfd):
+    options = configuration("ema.enabled=true", "dtype=bf16", "checkpoint.interval=1")
+    sizes = []
+    usage = shutil.disk_usage
+    for name in ("first", "second"):
+        trainer = PPOTrainer(StepContext.create(options, fresh(name), "ppo"))
+        # Adam's moments are there after the first step.
+        trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
+        if sizes:
+            free = iter([sizes[0] - 2_000_000])
+            monkeypatch.setattr("engine.checkpoint._SECONDS_BETWEEN_LOOKS", 0.01)
+            monkeypatch.setattr(
+                "engine.checkpoint.shutil.disk_usage",
+                lambda path: usage(path)._replace(free=next(free, usage(path).free)),
+            )
+        trainer.checkpoints.after_step(1, trainer.state, 0.0)
+        sizes += [manifest.size for _, manifest in trainer.checkpoints.whole()]
+    assert capfd.readouterr().out.count("paused: no room for the checkpoint") == 1
 
 
 def test_a_full_disk_pauses_until_there_is_room(fresh, monkeypatch, capfd):
