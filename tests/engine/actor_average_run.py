@@ -51,7 +51,7 @@ def check(case: Case, path: str, folder: Path) -> None:
     Raises:
         AssertionError: the saved average or the actor is another, or saving changed the actor.
     """
-    engine = _engine(case, path)
+    engine = build_actor(case, path)
     average = ActorAverage(engine, DECAY, on_host=case.offload)
     trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
     expected = {name: value.double() for name, value in _whole(engine).items()}
@@ -69,6 +69,17 @@ def check(case: Case, path: str, folder: Path) -> None:
     assert numbers <= held <= numbers + world_size() * len(trained)
     assert {shard.dtype for shard in average.shards} == {torch.float32}
 
+    if case.stage < 3:
+        # Checkpoints of before held the whole of each average on every rank.
+        kept = [shard.clone() for shard in average.shards]
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        with average.values(parameters) as values:
+            whole = [value.clone() for value in values]
+        for shard in average.shards:
+            shard.zero_()
+        average.load(whole)
+        assert all(map(torch.equal, average.shards, kept))
+
     weights, loss = _whole(engine), _loss(engine, STEPS)
     tokenizer = load_tokenizer(path)
     save_model(engine.module, tokenizer, folder / "average", average.values)
@@ -84,7 +95,8 @@ def check(case: Case, path: str, folder: Path) -> None:
         assert moved
 
 
-def _engine(case: Case, path: str) -> deepspeed.DeepSpeedEngine:
+def build_actor(case: Case, path: str) -> deepspeed.DeepSpeedEngine:
+    """An engine that trains the model at `path`."""
     config = deepspeed_config(
         zero_stage=case.stage,
         offload=case.offload,

@@ -9,6 +9,9 @@ from actor_average_run import CASES, check
 from launched import launch
 from matrix_run import small_model
 
+from engine.config.layout import whole_checkpoints
+from engine.models.folders import missing_parts
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -22,7 +25,21 @@ def test_on_one_rank(case, model, group, tmp_path, monkeypatch):
     check(case, model, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(model, tmp_path_factory) -> Path:
+    """The folder in which two ranks left what they ran: starting them takes long."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    launch(Path(__file__).with_name("actor_average_worker.py"), folder, model)
+    return folder
+
+
 @pytest.mark.slow
-def test_on_two_ranks(model, tmp_path):
-    launch(Path(__file__).with_name("actor_average_worker.py"), tmp_path, model)
-    assert len((tmp_path / "passed").read_text().splitlines()) == len(CASES)
+def test_on_two_ranks(two_ranks):
+    assert len((two_ranks / "passed").read_text().splitlines()) == len(CASES)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_writes_longer_than_a_collective_may_take(two_ranks):
+    assert missing_parts(two_ranks / "model") == []
+    assert len(list((two_ranks / "model").glob("*.safetensors"))) > 1
+    assert [manifest["step"] for _, manifest in whole_checkpoints(two_ranks)] == [1]

@@ -163,21 +163,28 @@ def test_another_number_of_ranks_is_refused(fresh):
 
 def test_room_is_kept_for_the_average_too(fresh, monkeypatch, capfd):
     options = configuration("ema.enabled=true", "dtype=bf16", "checkpoint.interval=1")
-    sizes = []
-    usage = shutil.disk_usage
-    for name in ("first", "second"):
+
+    def trained(name: str) -> PPOTrainer:
         trainer = PPOTrainer(StepContext.create(options, fresh(name), "ppo"))
         # Adam's moments are there after the first step.
         trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
-        if sizes:
-            free = iter([sizes[0] - 2_000_000])
-            monkeypatch.setattr("engine.checkpoint._SECONDS_BETWEEN_LOOKS", 0.01)
-            monkeypatch.setattr(
-                "engine.checkpoint.shutil.disk_usage",
-                lambda path: usage(path)._replace(free=next(free, usage(path).free)),
-            )
-        trainer.checkpoints.after_step(1, trainer.state, 0.0)
-        sizes += [manifest.size for _, manifest in trainer.checkpoints.whole()]
+        return trainer
+
+    trainer = trained("first")
+    trainer.checkpoints.after_step(1, trainer.state, 0.0)
+    ((_, manifest),) = trainer.checkpoints.whole()
+    # Too little for an average of 3.7 MB.
+    free = iter([manifest.size - 2_000_000])
+    usage = shutil.disk_usage
+
+    def disk_usage(path):
+        real = usage(path)
+        return real._replace(free=next(free, real.free))
+
+    monkeypatch.setattr("engine.checkpoint.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("engine.checkpoint._SECONDS_BETWEEN_LOOKS", 0.01)
+    trainer = trained("second")
+    trainer.checkpoints.after_step(1, trainer.state, 0.0)
     assert capfd.readouterr().out.count("paused: no room for the checkpoint") == 1
 
 
