@@ -185,6 +185,11 @@ def test_step_3_of_finished_models_runs_on_two_ranks_under_zero_3(demo, tmp_path
         "ppo.rollout_batch_size=8",
         "ppo.batch_size=8",
         "ema.enabled=true",
+        # Adapters alone: small enough for ZeRO-3 to keep all that trains gathered.
+        "actor.lora.rank=4",
+        "actor.lora.only=true",
+        "actor.lora.learning_rate=0.01",
+        "data.eval_rows=32",
     )
     folder = tmp_path / "run"
     command = ["run", "--profile", "tiny", "--steps", "3", "--output", str(folder)]
@@ -195,3 +200,10 @@ def test_step_3_of_finished_models_runs_on_two_ranks_under_zero_3(demo, tmp_path
     assert [row["step"] for row in records if row["kind"] == "metrics"] == [0, 1]
     for name in ("actor", "critic", "actor_ema"):
         assert (folder / "step3-rlhf" / name / "model.safetensors").is_file()
+    ended = dschat("eval", str(folder), "--json")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    models = json.loads(ended.stdout)["models"]
+    # The average has moved from the start, and lags behind the actor.
+    perplexities = [models[name]["perplexity"] for name in ("sft", "actor_ema", "actor")]
+    assert len(set(perplexities)) == 3
+    assert abs(perplexities[1] - perplexities[0]) < abs(perplexities[2] - perplexities[0])

@@ -34,7 +34,7 @@ def add_lora(
         keep_trainable: names of modules that train also under `config.only`.
 
     Raises:
-        ModelError: no linear layer matches the targets.
+        ModelError: no linear layer matches the targets, or one whose weight is an embedding too.
     """
     trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = _target_names(model, config.targets)
@@ -69,6 +69,13 @@ def _target_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         raise ModelError(
             f"the LoRA targets {list(patterns)} match none of the {len(linear)} linear layers of "
             f"this {model.config.model_type} model; its layers are called {examples}"
+        )
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tied = [name for name in matched if id(model.get_submodule(name).weight) in embeddings]
+    if tied:
+        raise ModelError(
+            f"the LoRA targets {list(patterns)} match {tied[0]}, whose weight is the embedding: "
+            "a merged model has one tensor for both; choose targets without it"
         )
     return matched
 

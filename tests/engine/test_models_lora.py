@@ -145,6 +145,14 @@ def test_targets_that_match_nothing_are_refused(path):
         )
 
 
+def test_a_head_that_is_the_embedding_takes_no_adapters(tiny_model):
+    config = LoraConfig(rank=2, targets=["q_proj$", "lm_head"])
+    with pytest.raises(ModelError, match=r"match lm_head, whose weight is the embedding"):
+        add_lora(load_causal_lm(tiny_model("llama"), torch.float32), config)
+    untied = add_lora(load_causal_lm(tiny_model("qwen2"), torch.float32), config)
+    assert "lm_head.weight" in merged_state_dict(untied)
+
+
 @pytest.mark.parametrize("only", [False, True])
 def test_groups_hold_each_trained_parameter_once(path, only):
     model = add_lora(
