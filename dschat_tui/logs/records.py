@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dschat_tui.logs.points import Points
+from engine.log.causes import Cause
 
 LINES_PER_MARK = 64
 
@@ -26,7 +27,7 @@ class Status:
     step: str | None = None
     state: str = "unknown"
     returncode: int | None = None
-    cause: dict[str, str] | None = None
+    cause: Cause | None = None
     phase: str = ""
     percent: int | None = None
     done: int = 0

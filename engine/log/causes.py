@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 # other ranks may finish some steps after one has failed; an error older than that was survived
 _RECORDS_UNTIL_SURVIVED = 20
@@ -58,75 +59,89 @@ _DISK = (
 _UNKNOWN = "Read the lines above this one in the log."
 
 
+class Cause(TypedDict):
+    """Why a step failed.
+
+    Attributes:
+        id: such as `out_of_memory`.
+        line: of the log, which says it.
+        advice: what to do.
+    """
+
+    id: str
+    line: str
+    advice: str
+
+
 @dataclass(frozen=True)
-class Cause:
-    """A kind of failure: the lines that tell of it, and what to do."""
+class Symptom:
+    """Lines that show a kind of failure: the id of the cause, the pattern, and what to do."""
 
     id: str
     pattern: re.Pattern[str]
     advice: str
 
 
-def _cause(id: str, pattern: str, advice: str) -> Cause:
-    return Cause(id, re.compile(pattern), advice)
+def _symptom(id: str, pattern: str, advice: str) -> Symptom:
+    return Symptom(id, re.compile(pattern), advice)
 
 
 # last lines of tracebacks, the first pattern that fits decides
 EXCEPTIONS = (
-    _cause("bus_error", r"[Bb]us error|shared memory|/dev/shm", _SHARED_MEMORY),
-    _cause(
+    _symptom("bus_error", r"[Bb]us error|shared memory|/dev/shm", _SHARED_MEMORY),
+    _symptom(
         "out_of_memory",
         r"OutOfMemoryError|out of memory|^MemoryError|ArrayMemoryError|bad_alloc"
         r"|(?:can't|[Cc]annot|Unable to) allocate|STATUS_ALLOC_FAILED",
         _MEMORY,
     ),
-    _cause("port_in_use", r"[Aa]ddress already in use|EADDRINUSE|failed to listen", _PORT),
-    _cause(
+    _symptom("port_in_use", r"[Aa]ddress already in use|EADDRINUSE|failed to listen", _PORT),
+    _symptom(
         "build_failed",
         r"Error building extension|CUDAMismatch|MissingCUDA|CUDA_HOME|Ninja is required"
         r"|Unable to JIT load|\bnvcc\b|\.so: |does not match the version torch was compiled",
         _BUILD,
     ),
-    _cause(
+    _symptom(
         "missing_program",
         r"ModuleNotFoundError|library but it was not found|launcher '\w+' not installed"
         r"|No such file or directory: '(?:ninja|[gc]\+\+|gcc|cc|git|ssh|pdsh|numactl|mpirun|srun"
         r"|deepspeed|nvidia-smi)'",
         _PROGRAM,
     ),
-    _cause(
+    _symptom(
         "not_supported_on_device",
         r"not been implemented on|not implemented for '|Could not run '|not compiled with CUDA"
         r"|no kernel image|not supported on your|cannot compute in|FlashAttention only supports"
         r"|No CUDA GPUs|Found no NVIDIA driver|requires? (?:a )?(?:Ampere|CUDA|GPU)",
         _DEVICE,
     ),
-    _cause("shape_mismatch", r"size mismatch for |ignore_mismatched_sizes", _LOADED_SHAPES),
-    _cause(
+    _symptom("shape_mismatch", r"size mismatch for |ignore_mismatched_sizes", _LOADED_SHAPES),
+    _symptom(
         "shape_mismatch",
         r"size mismatch|[Ss]hape mismatch|shapes cannot be multiplied|must match the size of"
         r"|Sizes of tensors must match|index out of range in self|device-side assert"
         r"|mismatch in shape|shape '.*' is invalid for input",
         _SHAPES,
     ),
-    _cause(
+    _symptom(
         "diverged",
         r"loss scale already at minimum|probability tensor contains|FloatingPointError"
         r"|[Ll]oss is (?:nan|inf|not finite)|non-?finite",
         _DIVERGED,
     ),
-    _cause(
+    _symptom(
         "disk_full",
         r"No space left on device|\bENOSPC\b|Disk quota exceeded|PytorchStreamWriter failed writing"
         r"|inline_container.*unexpected pos",
         _DISK,
     ),
-    _cause(
+    _symptom(
         "permission",
         r"PermissionError|Permission denied|Read-only file system|[Gg]ated ?[Rr]epo",
         _PERMISSION,
     ),
-    _cause(
+    _symptom(
         "network",
         r"[Cc]ouldn't (?:connect to|reach)|HTTPS?Connection|Max retries exceeded"
         r"|^(?:requests|urllib3|httpx|aiohttp)\.|name resolution|Name or service not known"
@@ -135,55 +150,55 @@ EXCEPTIONS = (
         r"|ConnectionRefused|ConnectTimeout|ReadTimeout|ProxyError|SSLError",
         _NETWORK,
     ),
-    _cause(
+    _symptom(
         "rendezvous_timeout",
         r"DistStoreError|Rendezvous\w*Error|RendezvousTimeout|collective operation timeout"
         r"|socket has timed out|[Tt]imed out|wait timeout|store based barrier"
         r"|failed to connect to any network address",
         _RENDEZVOUS,
     ),
-    _cause(
+    _symptom(
         "missing_file",
         r"FileNotFoundError|NotADirectoryError|IsADirectoryError|No such file or directory"
         r"|does not appear to have a file|not a local folder|Can't load|Repo id must"
         r"|RepositoryNotFound|DatasetNotFound|Incorrect path|no file named",
         _FILE,
     ),
-    _cause("killed", r"^KeyboardInterrupt", _STOPPED),
+    _symptom("killed", r"^KeyboardInterrupt", _STOPPED),
 )
 
 # lines that are no exception but tell as much
 LINES = (
-    _cause(
+    _symptom(
         "killed", r"^(?:.*: line \d+: +)?(?:\d+ +)?Killed\b|oom-kill|^Out of memory: K", _KILLED
     ),
-    _cause("killed", r"Main process received SIG(?:INT|TERM)", _STOPPED),
-    _cause(
+    _symptom("killed", r"Main process received SIG(?:INT|TERM)", _STOPPED),
+    _symptom(
         "bus_error",
         r"^(?:.*: line \d+: +)?(?:\d+ +)?Bus error|^ERROR: Unexpected bus error",
         _SHARED_MEMORY,
     ),
-    _cause("out_of_memory", r"^ *what\(\): .*(?:out of memory|bad_alloc)", _MEMORY),
+    _symptom("out_of_memory", r"^ *what\(\): .*(?:out of memory|bad_alloc)", _MEMORY),
     # NCCL names the reason some lines below its exception
-    _cause("out_of_memory", r"^Cuda failure (?:\d+ )?'out of memory'", _MEMORY),
-    _cause("bus_error", r"^Error while creating shared memory segment", _SHARED_MEMORY),
-    _cause("port_in_use", r"^\[E.*socket\.cpp.*failed to listen", _PORT),
-    _cause(
+    _symptom("out_of_memory", r"^Cuda failure (?:\d+ )?'out of memory'", _MEMORY),
+    _symptom("bus_error", r"^Error while creating shared memory segment", _SHARED_MEMORY),
+    _symptom("port_in_use", r"^\[E.*socket\.cpp.*failed to listen", _PORT),
+    _symptom(
         "rendezvous_timeout",
         r"^\[E.*(?:collective operation timeout|socket has timed out)",
         _RENDEZVOUS,
     ),
-    _cause("shape_mismatch", r"^\S+\.cu:\d+: .*Assertion .* failed", _SHAPES),
-    _cause("network", r"^ssh: (?:connect to|Could not resolve)", _NETWORK),
-    _cause("permission", r"Permission denied \(publickey", _PERMISSION),
+    _symptom("shape_mismatch", r"^\S+\.cu:\d+: .*Assertion .* failed", _SHAPES),
+    _symptom("network", r"^ssh: (?:connect to|Could not resolve)", _NETWORK),
+    _symptom("permission", r"Permission denied \(publickey", _PERMISSION),
 )
 
 # said of failures that scripts also survive: taken only where nothing better is known
 _HINTS = (
-    _cause("missing_program", r"^(?:\S+: )*(?:line \d+: )?[\w./+-]+: (?:command )?not found$",
+    _symptom("missing_program", r"^(?:\S+: )*(?:line \d+: )?[\w./+-]+: (?:command )?not found$",
            _PROGRAM),
-    _cause("permission", r"^(?:\S+: )*(?:line \d+: )?\S+: Permission denied$", _PERMISSION),
-    _cause("build_failed", r"^nvcc fatal|^\S+:\d+:(?:\d+:)? (?:fatal )?error: ", _BUILD),
+    _symptom("permission", r"^(?:\S+: )*(?:line \d+: )?\S+: Permission denied$", _PERMISSION),
+    _symptom("build_failed", r"^nvcc fatal|^\S+:\d+:(?:\d+:)? (?:fatal )?error: ", _BUILD),
 )  # fmt: skip
 
 RETURN_CODES = {
@@ -228,7 +243,7 @@ class _Candidate:
     advice: str
     records_before: int
 
-    def document(self) -> dict[str, str]:
+    def document(self) -> Cause:
         return {"id": self.id, "line": self.line, "advice": self.advice}
 
 
@@ -287,7 +302,7 @@ class CauseFinder:
     def _read_exception(self, line: str) -> None:
         self._message_open = self._announced = False
         if _FOLLOW_UP.search(line):
-            self._keep("follow-up", Cause("unknown", _FOLLOW_UP, _UNKNOWN), line)
+            self._keep("follow-up", Symptom("unknown", _FOLLOW_UP, _UNKNOWN), line)
             return
         cause = _first(EXCEPTIONS, line)
         if cause:
@@ -299,10 +314,10 @@ class CauseFinder:
         if self._handling:
             # the handler's own exception says more than the one that it stumbled over
             self._found.pop("exception", None)
-        self._keep("exception", Cause("unknown", _EXCEPTION, _UNKNOWN), line)
+        self._keep("exception", Symptom("unknown", _EXCEPTION, _UNKNOWN), line)
         self._handling = False
 
-    def _keep(self, slot: str, cause: Cause, line: str) -> None:
+    def _keep(self, slot: str, cause: Symptom, line: str) -> None:
         if self._alive(slot) is None:
             line = line.strip()[:_LONGEST_LINE]
             self._found[slot] = _Candidate(cause.id, line, cause.advice, self._records)
@@ -313,14 +328,14 @@ class CauseFinder:
             return candidate
         return None
 
-    def raised(self, records: int) -> dict[str, str] | None:
-        """Cause by exceptions alone, for a log that does not tell how it ended."""
+    def raised(self, records: int) -> Cause | None:
+        """Symptom by exceptions alone, for a log that does not tell how it ended."""
         self._records = records
         candidate = self._alive("specific") or self._alive("exception")
         return candidate.document() if candidate else None
 
-    def cause(self, returncode: int | None, exit_line: str, records: int) -> dict[str, str]:
-        """Cause of a failure that ended with a return code, told by `exit_line`."""
+    def cause(self, returncode: int | None, exit_line: str, records: int) -> Cause:
+        """Symptom of a failure that ended with a return code, told by `exit_line`."""
         self._records = records
         specific = self._alive("specific")
         compiler = self._alive("build_failed")
@@ -338,5 +353,5 @@ class CauseFinder:
         return chosen.document()
 
 
-def _first(causes: tuple[Cause, ...], line: str) -> Cause | None:
+def _first(causes: tuple[Symptom, ...], line: str) -> Symptom | None:
     return next((cause for cause in causes if cause.pattern.search(line)), None)
