@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from engine.data.encoding import IGNORED
 from engine.data.order import shuffled
-from engine.data.phases import IGNORED
 
 
 def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:

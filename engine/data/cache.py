@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from datasets import Dataset, Features
 from engine.data.files import DataError
 
 ROWS_A_BATCH = 512
+_SAMPLES = 8
+_SAMPLE_BYTES = 1 << 16
+_SECONDS_UNTIL_SETTLED = 2.0
+_SECONDS_PARTS_ARE_KEPT = 7 * 24 * 3600
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -44,8 +50,40 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def file_fingerprint(file: Path) -> str:
-    """A hash of a file's content."""
+def file_fingerprint(file: Path, root: Path) -> str:
+    """A hash of a file's content; the cache at `root` remembers it until the file changes."""
+    before = file.stat()
+    # The time of the last change (ctime) cannot be set back; the samples help where a file system
+    # keeps times coarsely.
+    seen = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino, before.st_dev]
+    known = root / f"file-{fingerprint(str(file.resolve()), seen, _samples(file, before.st_size))}"
+    try:
+        return known.read_text()
+    except FileNotFoundError:
+        found = content_hash(file)
+    # A file that was written a moment ago may be written again within one tick of its clock.
+    settled = time.time() - max(before.st_mtime, before.st_ctime) > _SECONDS_UNTIL_SETTLED
+    if settled and file.stat().st_mtime_ns == before.st_mtime_ns:
+        # A cache that cannot be written to, but holds what is asked for, serves all the same.
+        with suppress(OSError):
+            temporary = known.with_name(f".{known.name}.{os.getpid()}")
+            temporary.write_text(found)
+            temporary.rename(known)
+    return found
+
+
+def _samples(file: Path, size: int) -> str:
+    """A hash of some blocks of a file, its first and its last among them."""
+    digest = hashlib.blake2b(digest_size=12)
+    with open(file, "rb") as stream:
+        for part in range(_SAMPLES):
+            stream.seek(max(0, size - _SAMPLE_BYTES) * part // (_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def content_hash(file: Path) -> str:
+    """A hash of a file's content, read whole."""
     digest = hashlib.blake2b(digest_size=12)
     with open(file, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -55,7 +93,7 @@ def file_fingerprint(file: Path) -> str:
 
 def code_fingerprint() -> str:
     """A hash of this package's own source: another version of it prepares data afresh."""
-    return fingerprint([file_fingerprint(f) for f in sorted(Path(__file__).parent.glob("*.py"))])
+    return fingerprint([content_hash(f) for f in sorted(Path(__file__).parent.glob("*.py"))])
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
@@ -74,15 +112,35 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         ) from error
     try:
         build(temporary)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            # Another process was faster; what it built has the same content.
-            if not folder.is_dir():
-                raise
+        os.rename(temporary, folder)
+    except OSError:
+        # Another process was faster, and may have cleared away what this one was reading; what it
+        # built has the same content.
+        if not folder.is_dir():
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def work_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder`, for parts of it that a later attempt can use if this one is killed.
+
+    It is kept when the process is killed, or ends with anything but a `DataError`. Those that
+    nobody came back to for a week are removed.
+    """
+    work = folder.with_name(f".{folder.name}.parts")
+    for old in folder.parent.glob(".*.parts"):
+        with suppress(OSError):
+            if old != work and time.time() - old.stat().st_mtime > _SECONDS_PARTS_ARE_KEPT:
+                shutil.rmtree(old)
+    try:
+        yield work
+    except DataError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]], features: Features) -> None:

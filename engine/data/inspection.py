@@ -11,8 +11,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.schema import DataSource, RunConfig
+from engine.data.encoding import IGNORED, encode_row, max_tokens
 from engine.data.files import Row
-from engine.data.phases import IGNORED, build_phase, encode_row, max_tokens
+from engine.data.phases import build_phase
 from engine.data.schemas import PHASES, Phase
 from engine.data.sources import Note, load_source
 from engine.data.templates import encode_answer, encode_document, encode_prompt, render_prompt

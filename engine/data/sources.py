@@ -78,6 +78,7 @@ def load_source(
     Raises:
         DataError: missing, unreadable, no schema fits, or not on the Hub.
     """
+    root = cache_root(cache_dir)
     if source.path.startswith("embedded:"):
         schema = schema_of(source)
         assert schema is not None
@@ -91,7 +92,9 @@ def load_source(
         schema = schema_of(source)
         assert schema is not None
         parts = {part: _file_rows(names) for part, names in files.items() if names}
-        content = {part: [file_fingerprint(f) for f in names] for part, names in files.items()}
+        content = {
+            part: [file_fingerprint(file, root) for file in names] for part, names in files.items()
+        }
     else:
         splits = _from_hub(source, note)
         schema = find_schema(islice(splits["train"], ROWS_LOOKED_AT), source)
@@ -107,7 +110,7 @@ def load_source(
         note(f"reading {source.path}")
         _write(folder, parts, schema, source)
 
-    folder = build_once(cache_root(cache_dir) / f"rows-{key}", build)
+    folder = build_once(root / f"rows-{key}", build)
     has_eval = (folder / "eval.arrow").exists()
     dropped = json.loads((folder / "dropped.json").read_text())
     return SourceRows(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -18,7 +19,7 @@ from engine.config.schema import RunConfig, StepConfig
 from engine.config.steps import BY_NAME, StepName
 from engine.config.warmup import warmup_problem
 from engine.data.batches import GlobalBatches
-from engine.data.phases import PhaseData, build_phase
+from engine.data.phases import PhaseData, build_phase, unsupervised_rows
 from engine.data.schemas import Phase
 from engine.data.templates import install_template
 from engine.distributed import rank, rank_zero_first, seed_everything, world_size
@@ -131,6 +132,11 @@ class StepContext:
             f"data: {len(data.train)} rows to train on, {len(data.eval)} held out; {counts}"
         )
         return data
+
+    def text_blocks(self, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+        """Plain text for the loss beside PPO's, in blocks of `length`; built as `build_data`."""
+        with rank_zero_first():
+            return unsupervised_rows(self.config, tokenizer, length, note=self.report.phase)
 
     def warn_if_nothing_is_held_out(self, data: PhaseData, measured: str) -> None:
         """Say that `measured`, a mean over the held-out rows, will have no value."""

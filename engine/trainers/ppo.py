@@ -21,7 +21,6 @@ from engine.algorithms.masks import ended_with_eos, length_mask, masked_moments,
 from engine.algorithms.policy import explained_variance, policy_loss, value_loss
 from engine.algorithms.rewards import shape_scores, token_rewards
 from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, row_lengths
-from engine.data.phases import unsupervised_rows
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.generation.hybrid import HybridEngine
 from engine.generation.sampling import Generation, Sampling
@@ -435,7 +434,7 @@ class PPOTrainer:
         if not config.data.unsupervised_sources:
             return None
         length = options.max_prompt_length + options.max_answer_length
-        rows = unsupervised_rows(config, self.tokenizer, length)
+        rows = self.context.text_blocks(self.tokenizer, length)
         size = self.engine.plan.micro_batch_size * world_size()
         batches = GlobalBatches([length] * len(rows), size, config.seed)
         length_of_training(options, batches, size)

@@ -1,9 +1,13 @@
 """Templates and phases: what is tokenised, what is learnt, who gets which rows."""
 
+import hashlib
 import json
 import multiprocessing
 import os
 import stat
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -19,6 +23,7 @@ from engine.data.phases import (
     tokenizer_fingerprint,
     unsupervised_rows,
 )
+from engine.data.sources import load_source
 from engine.data.templates import (
     encode_answer,
     encode_prompt,
@@ -364,6 +369,59 @@ def test_changed_content_is_tokenised_again(configure, tokenizer):
     assert before != after
 
 
+@pytest.fixture
+def hashed(monkeypatch):
+    """Bytes that the cache has hashed so far, in a list of one; all files are a minute old."""
+    total = [0]
+    blake2b, now = hashlib.blake2b, time.time
+
+    class Counted:
+        def __init__(self, data=b"", digest_size=12):
+            self.digest = blake2b(data, digest_size=digest_size)
+            total[0] += len(data)
+
+        def update(self, data):
+            total[0] += len(data)
+            self.digest.update(data)
+
+        def hexdigest(self):
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(cache, "hashlib", SimpleNamespace(blake2b=Counted))
+    monkeypatch.setattr(time, "time", lambda: now() + 60)
+    return total
+
+
+def chosen_answers(config):
+    source = load_source(config.data.sources[0], config.data.cache_dir)
+    return source.train["chosen"][:]
+
+
+def test_a_large_file_is_hashed_whole_once(configure, hashed):
+    config = configure([{**row, "chosen": "word " * 500_000} for row in pairs(4)])
+    chosen_answers(config)
+    before = hashed[0]
+    assert before > 10_000_000
+    chosen_answers(config)
+    assert hashed[0] - before < 2_000_000
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_an_edit_that_keeps_the_size_is_noticed(configure, hashed, keep_time):
+    config = configure([{**row, "rejected": "word " * 20_000} for row in pairs(40)])
+    path = Path(config.data.sources[0].path)
+    before = path.stat()
+    for number in (0, 13, 39):
+        answer = f"Good answer {number}."
+        assert chosen_answers(config)[number] == answer
+        text = path.read_text().replace(answer, answer.upper())
+        path.write_text(text)
+        if keep_time:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+        assert chosen_answers(config)[number] == answer.upper()
+
+
 def test_another_tokenizer_has_another_fingerprint(tokenizer):
     prints = {
         tokenizer_fingerprint(made)
@@ -396,6 +454,39 @@ def test_two_builders_end_with_one_folder(tmp_path):
 
     cache.build_once(tmp_path / "built", build_while_another_finishes)
     assert [path.name for path in tmp_path.iterdir()] == ["built"]
+
+
+def test_a_builder_whose_files_another_one_cleared_away_takes_what_that_one_built(tmp_path):
+    def build_while_another_finishes(folder):
+        (tmp_path / "built").mkdir()
+        raise FileNotFoundError("a part of it")
+
+    assert cache.build_once(tmp_path / "built", build_while_another_finishes).is_dir()
+
+
+def test_parts_are_kept_for_another_attempt_unless_that_would_fail_too(tmp_path):
+    target = tmp_path / "built"
+    old, fresh = tmp_path / ".old.parts", tmp_path / ".fresh.parts"
+    for folder, days in ((old, 8), (fresh, 6)):
+        folder.mkdir()
+        (folder / "part").write_text("x")
+        os.utime(folder, (time.time() - days * 86400,) * 2)
+
+    def attempt(error):
+        with cache.work_folder(target) as work:
+            work.mkdir(exist_ok=True)
+            (work / "part").write_text("x")
+            raise error
+
+    for error, kept in ((KeyboardInterrupt, True), (OSError, True), (DataError, False)):
+        with pytest.raises(error):
+            attempt(error)
+        assert (tmp_path / ".built.parts" / "part").exists() == kept
+    assert not old.exists()
+    assert fresh.exists()
+    with cache.work_folder(target) as work:
+        work.mkdir()
+    assert not work.exists()
 
 
 def test_eval_prompts_stand_beside_the_eval_rows_of_ppo(configure, tokenizer):

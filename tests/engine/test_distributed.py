@@ -11,11 +11,11 @@ WORKER = Path(__file__).parent / "waiting_worker.py"
 
 
 @pytest.mark.slow
-def test_rank_0_may_work_alone_for_longer_than_a_collective_may_take():
+def test_rank_0_may_work_alone_for_longer_than_a_collective_may_take(tmp_path):
     environment = free_environment()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank)],
+            [sys.executable, str(WORKER), str(rank), str(tmp_path)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -30,8 +30,8 @@ def test_rank_0_may_work_alone_for_longer_than_a_collective_may_take():
             process.kill()
     for output in (first, second):
         assert "operator OSError: no compiler for FusedAdamBuilder (rank 1)\n" in output
-    assert "works made for rank 0\nworks sum [3.0]" in first, first
-    assert "works made for rank 1\nworks sum [3.0]" in second, second
+    assert "data made\ntext made\nworks made\nworks sum [3.0]" in first, first
+    assert "data found\ntext found\nworks found\nworks sum [3.0]" in second, second
     assert "fails OSError: no space for the model\nfails sum [3.0]" in first
     why = "rank 0 failed: OSError: no space for the model"
     assert f"fails RuntimeError: {why}\nfails sum [3.0]" in second

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config.schema import RunConfig
 from engine.data.batches import LabelledPairCollator
-from engine.data.phases import IGNORED
+from engine.data.encoding import IGNORED
 from engine.log.read import LogReader
 from engine.models.folders import is_complete_model
 from engine.trainers.context import StepContext

@@ -1,0 +1,172 @@
+"""From one row to token ids and labels, as each phase sees it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+from datasets import Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from engine.config.schema import RunConfig
+from engine.data.files import Row
+from engine.data.schemas import Phase
+from engine.data.templates import (
+    FittedPrompt,
+    Message,
+    Template,
+    encode_answer,
+    encode_document,
+    encode_prompt,
+    fit_prompt,
+)
+
+Use = Phase | Literal["text"]
+"""What rows are tokenised for: a phase, or plain text for the loss beside PPO's."""
+
+_IDS = List(Value("int32"))
+FEATURES = {
+    "sft": Features({"input_ids": _IDS, "labels": _IDS}),
+    "reward": Features(
+        {
+            "chosen_ids": _IDS,
+            "rejected_ids": _IDS,
+            "prompt_length": Value("int32"),
+            "kind": Value("string"),
+        }
+    ),
+    "ppo": Features({"prompt_ids": _IDS, "row": Value("int32")}),
+    "text": Features({"input_ids": _IDS}),
+}
+IGNORED = -100
+
+
+def _fit(
+    row: Row,
+    answer_length: int,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    tally: Counter[str],
+) -> FittedPrompt | None:
+    """The prompt with room for its answer, else (the answer will be cut) without older turns."""
+    messages: list[Message] = row["prompt"]
+    fitted = fit_prompt(messages, tokenizer, template, max_length - answer_length)
+    if fitted is None:
+        system = list(itertools.takewhile(lambda turn: turn["role"] == "system", messages))
+        fitted = fit_prompt([*system, messages[-1]], tokenizer, template, max_length - 1)
+    if fitted is None:
+        tally["dropped_long"] += 1
+    elif len(fitted.messages) < len(messages) or len(fitted.ids) + answer_length > max_length:
+        tally["truncated"] += 1
+    return fitted
+
+
+def _sft_row(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
+) -> Row | None:
+    template, max_length = config.data.template, config.sft.max_length
+    if row["chosen"] is None:
+        return None
+    answer = encode_answer(row["chosen"], tokenizer, template)
+    fitted = _fit(row, len(answer), max_length, tokenizer, template, tally)
+    if fitted is None:
+        return None
+    ids = (fitted.ids + answer)[:max_length]
+    labels = [IGNORED] * len(fitted.ids) + ids[len(fitted.ids) :]
+    if config.sft.loss_on_prompt:
+        labels = list(ids)
+    elif row["all_answers"]:
+        for start, end in _earlier_answers(fitted, tokenizer, template):
+            labels[start:end] = ids[start:end]
+    tally["tokens"] += len(ids)
+    tally["trained_tokens"] += sum(label != IGNORED for label in labels)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _earlier_answers(
+    prompt: FittedPrompt, tokenizer: PreTrainedTokenizerBase, template: Template
+) -> Iterator[tuple[int, int]]:
+    """Where in the prompt's ids the assistant's earlier turns stand, each with its EOS."""
+    for index, turn in enumerate(prompt.messages):
+        if turn["role"] != "assistant":
+            continue
+        before = encode_prompt(prompt.messages[:index], tokenizer, template)
+        # Some chat templates rewrite older turns (leave their thoughts out); those are not learnt.
+        start = len(before)
+        if prompt.ids[:start] == before and tokenizer.eos_token_id in prompt.ids[start:]:
+            yield start, prompt.ids.index(tokenizer.eos_token_id, start) + 1
+
+
+def _reward_row(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
+) -> Row | None:
+    template, max_length = config.data.template, _pair_length(config)
+    if row["chosen"] is None or row["rejected"] is None:
+        return None
+    chosen = encode_answer(row["chosen"], tokenizer, template)
+    rejected = encode_answer(row["rejected"], tokenizer, template)
+    longest = max(len(chosen), len(rejected))
+    fitted = _fit(row, longest, max_length, tokenizer, template, tally)
+    if fitted is None:
+        return None
+    chosen_ids, rejected_ids = ((fitted.ids + ids)[:max_length] for ids in (chosen, rejected))
+    if chosen_ids == rejected_ids:
+        tally["dropped_identical"] += 1
+        return None
+    return {
+        "chosen_ids": chosen_ids,
+        "rejected_ids": rejected_ids,
+        "prompt_length": len(fitted.ids),
+        "kind": row["kind"],
+    }
+
+
+def max_tokens(config: RunConfig, phase: Phase) -> int:
+    """Most tokens of a row of a phase: of a prompt in step 3, else of a prompt and its answer."""
+    if phase == "ppo":
+        return config.ppo.max_prompt_length
+    return config.sft.max_length if phase == "sft" else _pair_length(config)
+
+
+def _pair_length(config: RunConfig) -> int:
+    """Most tokens of an answer with its prompt in step 2."""
+    return (config.dpo if config.alignment == "dpo" else config.reward).max_length
+
+
+def _ppo_row(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
+) -> Row | None:
+    limit = config.ppo.max_prompt_length
+    fitted = fit_prompt(row["prompt"], tokenizer, config.data.template, limit)
+    if fitted is None:
+        tally["dropped_long"] += 1
+        return None
+    tally["truncated"] += fitted.turns_cut > 0
+    return {"prompt_ids": fitted.ids}
+
+
+def _text_row(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
+) -> Row:
+    return {"input_ids": [*encode_document(row["text"], tokenizer), tokenizer.eos_token_id]}
+
+
+_ENCODERS = {"sft": _sft_row, "reward": _reward_row, "ppo": _ppo_row, "text": _text_row}
+
+
+def encode_row(
+    row: Row,
+    use: Use,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Counter[str],
+) -> Row | None:
+    """One normalised row as its use sees it (columns as in `FEATURES`); None: it is left out.
+
+    `tally` counts what was cut or left out, under the names of `PhaseData.counts`, and of phase
+    sft the `tokens` and `trained_tokens`.
+    """
+    return _ENCODERS[use](row, config, tokenizer, tally)
