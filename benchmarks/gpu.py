@@ -150,9 +150,9 @@ def run_step(options: argparse.Namespace, step: str, stage: int, folder: Path) -
     import torch
 
     from engine.distributed import process_group
+    from engine.rlhf.trainer import PPOTrainer
     from engine.trainers.context import StepContext
     from engine.trainers.dpo import DPOTrainer
-    from engine.trainers.ppo import PPOTrainer
     from engine.trainers.reward import RewardTrainer
     from engine.trainers.sft import SFTTrainer
 

@@ -41,8 +41,8 @@ from engine.config.steps import StepName
 from engine.distributed import process_group
 from engine.models import catalogue
 from engine.planning import StepPlan, plan_memory
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

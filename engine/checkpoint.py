@@ -31,7 +31,7 @@ from engine.config.layout import (
     whole_checkpoints,
 )
 from engine.distributed import long_waits, max_over_ranks, rank, sum_over_ranks, world_size
-from engine.trainers.report import Report
+from engine.report import Report
 
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Elements at either end of each frozen parameter by which a base model is known again.

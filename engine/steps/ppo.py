@@ -6,7 +6,7 @@ from engine.steps.entry import run_step
 
 
 def _trainer() -> type:
-    from engine.trainers.ppo import PPOTrainer
+    from engine.rlhf.trainer import PPOTrainer
 
     return PPOTrainer
 

@@ -25,7 +25,7 @@ from engine.data.templates import install_template
 from engine.distributed import rank, rank_zero_first, seed_everything, world_size
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for, resolve_model
 from engine.precision import dtype_name, resolve_dtype
-from engine.trainers.report import Report
+from engine.report import Report
 
 
 @dataclass(frozen=True)

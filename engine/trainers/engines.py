@@ -22,8 +22,8 @@ from engine.distributed import world_size
 from engine.models.quantization import describe_quantizer, install_quantizer
 from engine.operators import why_not_loaded
 from engine.planning.memory import LARGEST_REDUCE_BUCKET
+from engine.report import Report
 from engine.trainers.overflow import log_overflows, loss_scale, scale_updated_afterwards
-from engine.trainers.report import Report
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from deepspeed import DeepSpeedEngine
 
 from engine.health import ANSWER_LENGTH, FLAT_REWARD, KL, LOSS_SCALE_FLOOR, REWARD_AT_CLIP
+from engine.report import Report
 from engine.trainers.overflow import loss_scale
-from engine.trainers.report import Report
 
 # Steps in a row before an alarm: one bad step is not a trend.
 _FLOOR_STEPS = int(LOSS_SCALE_FLOOR.highest) + 1

@@ -19,7 +19,7 @@ from engine.models.load import load_causal_lm, load_tokenizer
 from engine.models.lora import add_lora, lora_layers, parameter_groups
 from engine.models.save import save_model
 from engine.precision import dtype_name
-from engine.trainers.actor_average import ActorAverage
+from engine.rlhf.actor_average import ActorAverage
 from engine.trainers.engines import training_engine, zero3_loading
 
 DECAY = 0.5

@@ -16,7 +16,7 @@ from engine.checkpoint import Checkpoints
 from engine.distributed import process_group, rank
 from engine.models import save as save_module
 from engine.models.load import load_tokenizer
-from engine.trainers.report import Report
+from engine.report import Report
 
 PATIENCE = timedelta(seconds=2)
 

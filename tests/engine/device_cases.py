@@ -29,10 +29,10 @@ from engine.generation.chat import ChatGenerator, ChatJudge, divergence
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
 from engine.models.reward import RewardModel
+from engine.rlhf.trainer import PPOTrainer
 from engine.serving import load_generator
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

@@ -9,8 +9,8 @@ from fake_cuda import fake_cuda
 from matrix_run import options
 
 from engine.distributed import process_group
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

@@ -18,8 +18,8 @@ from engine.models.embedded import build
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
 from engine.models.reward import RewardModel
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 
 FAMILIES = ("opt", "llama")
 GENERATION_STEPS = 5

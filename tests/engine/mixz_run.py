@@ -8,8 +8,8 @@ from pathlib import Path
 from matrix_run import options, small_model
 from torch import nn
 
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.sft import SFTTrainer
 
 LORA = ("actor.zero_stage=3", "actor.lora.rank=4", "actor.lora.only=true")

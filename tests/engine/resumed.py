@@ -9,8 +9,8 @@ from typing import Any
 from engine.config.layout import STOP_REQUEST
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME, StepName
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

@@ -10,7 +10,7 @@ from engine.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from engine.generation.sampling import Generation
-    from engine.trainers.ppo import PPOTrainer
+    from engine.rlhf.trainer import PPOTrainer
 
 SMALL = {
     "models": {"actor": "embedded:tiny-llama"},

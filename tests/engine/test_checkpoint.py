@@ -13,8 +13,8 @@ from resumed import records
 from small_run import configuration
 
 from engine.config.steps import BY_NAME
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.sft import SFTTrainer
 
 LONGER = ("sft.max_steps=4", "reward.max_steps=4", "ppo.max_steps=4", "reward.eval_interval=2")

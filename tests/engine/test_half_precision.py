@@ -21,12 +21,12 @@ from engine.config.deepspeed import deepspeed_config
 from engine.config.schema import SftConfig
 from engine.config.steps import BY_NAME
 from engine.log.read import LogReader
+from engine.report import Report
+from engine.rlhf.experience import Experience
+from engine.rlhf.trainer import PPOTrainer, UpdateStats
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer
 from engine.trainers.engines import backward, engine_step, training_engine
-from engine.trainers.experience import Experience
-from engine.trainers.ppo import PPOTrainer, UpdateStats
-from engine.trainers.report import Report
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 from engine.trainers.watchdog import Watchdog

@@ -11,8 +11,8 @@ from matrix_run import small_model, step_3
 from small_run import configuration
 
 from engine.config.rules import check
+from engine.rlhf.trainer import PPOTrainer, UpdateStats
 from engine.trainers import ppo
-from engine.trainers.ppo import PPOTrainer, UpdateStats
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from host_reads import HostReads
 from small_run import configuration, with_empty_answers
 
 from engine.algorithms.log_probs import token_log_probs
+from engine.rlhf.experience import Experience
+from engine.rlhf.trainer import PPOTrainer, UpdateStats
 from engine.trainers.context import StepContext
-from engine.trainers.experience import Experience
-from engine.trainers.ppo import PPOTrainer, UpdateStats
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

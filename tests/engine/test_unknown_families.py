@@ -17,9 +17,9 @@ from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm, load_config
 from engine.models.probe import probe
 from engine.models.reward import RewardModel
+from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
 from engine.trainers.dpo import DPOTrainer
-from engine.trainers.ppo import PPOTrainer
 from engine.trainers.reward import RewardTrainer
 from engine.trainers.sft import SFTTrainer
 

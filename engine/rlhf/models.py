@@ -22,7 +22,7 @@ from engine.models.quantization import quantize_frozen
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.precision import dtype_name
-from engine.trainers.actor_average import ActorAverage
+from engine.rlhf.actor_average import ActorAverage
 from engine.trainers.context import BatchPlan, StepContext
 from engine.trainers.engines import frozen_engine, training_engine, zero3_loading
 from engine.trainers.setup import (

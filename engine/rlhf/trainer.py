@@ -34,13 +34,13 @@ from engine.planning.flops import (
     training_flops,
     weight_bytes_read_per_token,
 )
+from engine.report import append
+from engine.rlhf.experience import Experience
+from engine.rlhf.models import RLHFEngine
+from engine.rlhf.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
-from engine.trainers.experience import Experience
 from engine.trainers.overflow import aligned_overflow
-from engine.trainers.report import append
-from engine.trainers.rlhf_engine import RLHFEngine
-from engine.trainers.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.watchdog import Watchdog
 
 # Each rank samples from a stream of its own.
