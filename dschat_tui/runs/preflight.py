@@ -19,11 +19,10 @@ from dschat_tui.machine import GIB
 from dschat_tui.runs import control, hosts, launch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
-from engine.config.deepspeed import Role
 from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
-from engine.config.steps import BY_NAME, STEPS, Step, StepName, pipeline
+from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName, pipeline
 from engine.config.warmup import warmup_problem
 from engine.data import checks, files
 from engine.models import embedded, folders, names
@@ -345,7 +344,7 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
     actor_key, actor = "models.sft" if models.sft else "models.actor", models.sft or models.actor
     reward_key = "models.trained_reward" if models.trained_reward else "models.reward"
     reward = models.trained_reward or models.reward
-    used: list[tuple[Role, str, str]] = [("actor", actor_key, actor)]
+    used: list[tuple[RoleName, str, str]] = [("actor", actor_key, actor)]
     if config.alignment == "ppo" and steps & {"reward", "ppo"}:
         used.append(
             ("critic", actor_key, actor) if reward == "sft" else ("critic", reward_key, reward)
@@ -369,7 +368,7 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
 
 
 def _check_unknown_family(
-    role: Role, model: str, folder: Path, patterns: list[str], trust_remote_code: bool
+    role: RoleName, model: str, folder: Path, patterns: list[str], trust_remote_code: bool
 ) -> list[str]:
     """What stands against a model of a family that the planner does not know, in a role."""
     modified = (folder / "config.json").stat().st_mtime_ns

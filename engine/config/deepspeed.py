@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from engine.config.schema import RoleConfig, RunConfig
-
-Role = Literal["actor", "critic"]
+from engine.config.steps import RoleName
 
 
 def deepspeed_config(
@@ -71,7 +70,7 @@ def deepspeed_config(
     return config
 
 
-def role_layout(config: RunConfig, role: Role) -> dict[str, Any]:
+def role_layout(config: RunConfig, role: RoleName) -> dict[str, Any]:
     """How a trained model is laid out, as arguments of `deepspeed_config`.
 
     MixZ concerns the actor alone.

@@ -1,4 +1,4 @@
-"""The answers of one generation step, with all that PPO learns from."""
+"""The answers of one generation step, with all that step 3 learns from."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Experience:
             every answer has a token.
         log_probs: of the actor that answered, `(batch, answer)`.
         ref_log_probs: of the reference, `(batch, answer)`.
-        values: of the critic before the update, `(batch, answer)`.
         entropies: of the actor that answered, in nats, `(batch, answer)`.
         scores: of the reward model, as it gave them, `(batch,)`.
         ended: bool, the answer has an EOS, `(batch,)`.
-        advantages, returns: what the update moves towards, `(batch, answer)`; None until known.
+        values: of the critic before the update, `(batch, answer)`; None without a critic.
+        advantages: what the update moves towards, `(batch, answer)`; None until known.
+        returns: what the critic learns, `(batch, answer)`; None until known, or without a critic.
     """
 
     ids: Tensor
@@ -35,10 +36,10 @@ class Experience:
     mask: Tensor
     log_probs: Tensor
     ref_log_probs: Tensor
-    values: Tensor
     entropies: Tensor
     scores: Tensor
     ended: Tensor
+    values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
 

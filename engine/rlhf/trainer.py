@@ -3,60 +3,51 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
-from engine.algorithms.advantages import generalized_advantages
 from engine.algorithms.kl import AdaptiveKLController
-from engine.algorithms.language_modeling import causal_lm_loss
 from engine.algorithms.log_probs import entropy, token_log_probs
-from engine.algorithms.masks import ended_with_eos, length_mask, masked_moments, whiten
-from engine.algorithms.policy import explained_variance, policy_loss, value_loss
-from engine.algorithms.rewards import shape_scores, token_rewards
-from engine.data.batches import GlobalBatches, PromptCollator, SftCollator, row_lengths
+from engine.algorithms.masks import ended_with_eos
+from engine.algorithms.policy import ValueLoss, policy_loss, value_loss
+from engine.config.schema import RoleConfig
+from engine.config.steps import RoleName
+from engine.data.batches import GlobalBatches, PromptCollator, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
-from engine.generation.hybrid import HybridEngine
-from engine.generation.sampling import Generation, Sampling
+from engine.generation.sampling import Generation
 from engine.log import write
-from engine.log.entries import PPOSpeed, PPOStep
+from engine.log.entries import PPOStep
 from engine.models.adapters import save_adapters
 from engine.models.save import save_model
-from engine.planning.flops import (
-    forward_flops,
-    generation_flops,
-    training_flops,
-    weight_bytes_read_per_token,
-)
+from engine.planning.flops import training_flops
 from engine.report import append
+from engine.rlhf.advantages import gae
 from engine.rlhf.experience import Experience
+from engine.rlhf.mixture import Mixture
 from engine.rlhf.models import RLHFEngine
+from engine.rlhf.report import (
+    StepTimes,
+    answer_metrics,
+    decoded,
+    rollout_records,
+    step_speed,
+)
+from engine.rlhf.rewards import RewardShaping
+from engine.rlhf.rollouts import GenerationCost, Prompts, Rollouts, rank_seed, with_answers
 from engine.rlhf.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
 from engine.trainers.overflow import aligned_overflow
 from engine.trainers.watchdog import Watchdog
 
-# Each rank samples from a stream of its own.
-_RANK_SEED_STRIDE = 1_000_003
 _REWARD_EMA_DECAY = 0.9
-# Rollout batches answered before training to find the mean and deviation of the scores.
+# Rollout batches answered before training to find mean and standard deviation of the scores.
 _NORMALIZATION_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class GenerationCost:
-    """What the answers of a rollout batch took on this rank; a pass reads all weights once."""
-
-    seconds: float
-    flops: float
-    passes: int
 
 
 @dataclass(frozen=True)
@@ -89,35 +80,25 @@ class PPOTrainer:
         self.batches = GlobalBatches(lengths, rollout, config.seed)
         self.total_steps = length_of_training(options, self.batches, rollout)
         context.warn_of_warmup(self.total_steps)
-        optimizer_steps = self.total_steps * options.updates_per_step
+        self.optimizer_steps = self.total_steps * options.updates_per_step
 
-        # 2. The engines.
-        self.engine = RLHFEngine(context, self.tokenizer, optimizer_steps)
-        self.sampling = Sampling(
-            max_new_tokens=options.max_answer_length,
-            temperature=options.temperature,
-            eos_ids=(self.tokenizer.eos_token_id,),
-            pad_id=self.tokenizer.pad_token_id,
-        )
-        own_seed = config.seed + _RANK_SEED_STRIDE * rank()
-        self.sampler = torch.Generator(device()).manual_seed(own_seed)
-        self.shuffler = torch.Generator().manual_seed(own_seed)
-        self.hybrid = HybridEngine(self.engine.actor, config.hybrid_engine)
-        self._told_hybrid_engine = False
-        self.unsupervised = self._unsupervised_batches()
-        self.texts_read = 0
+        # 2. The models, what answers with them, and the text beside the answers.
+        self.engine = RLHFEngine(context, self.tokenizer, self.optimizer_steps)
+        self.rollouts = Rollouts(context, self.engine, self.tokenizer)
+        self.shuffler = torch.Generator().manual_seed(rank_seed(config.seed))
+        has_text = bool(config.data.unsupervised_sources)
+        self.mixture = Mixture(context, self.engine, self.tokenizer) if has_text else None
 
         # 3. What adapts while training.
+        self.rewards = RewardShaping(options)
         self.kl_controller = (
             AdaptiveKLController(options.kl_coef, options.kl_target, options.kl_horizon)
             if options.kl_target
             else None
         )
         self.reward_ema: float | None = None
-        self.normalization: tuple[float, float] | None = None
-        engines = {"actor": self.engine.actor, "critic": self.engine.critic}
-        self.checkpoints = context.checkpoints(engines)
-        self.watchdog = Watchdog(context.report, engines)
+        self.checkpoints = context.checkpoints(self.engine.trained)
+        self.watchdog = Watchdog(context.report, self.engine.trained)
 
     @property
     def kl_coef(self) -> float:
@@ -127,22 +108,23 @@ class PPOTrainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the engines, of this rank."""
         return {
-            "sampler": self.sampler.get_state(),
+            "sampler": self.rollouts.sampler.get_state(),
             "shuffler": self.shuffler.get_state(),
-            "texts_read": self.texts_read,
+            "texts_read": self.mixture.texts_read if self.mixture else 0,
             "reward_ema": self.reward_ema,
-            "normalization": self.normalization,
+            "normalization": self.rewards.normalization,
             "kl_controller": self.kl_controller.state_dict() if self.kl_controller else None,
             "actor_ema": self.engine.actor_ema.shards if self.engine.actor_ema else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave."""
-        self.sampler.set_state(state["sampler"])
+        self.rollouts.sampler.set_state(state["sampler"])
         self.shuffler.set_state(state["shuffler"])
-        self.texts_read = state["texts_read"]
+        if self.mixture:
+            self.mixture.texts_read = state["texts_read"]
         self.reward_ema = state["reward_ema"]
-        self.normalization = state["normalization"]
+        self.rewards.normalization = state["normalization"]
         if self.kl_controller and state["kl_controller"]:
             self.kl_controller.load_state_dict(state["kl_controller"])
         if self.engine.actor_ema and state["actor_ema"]:
@@ -159,9 +141,8 @@ class PPOTrainer:
         if resumed:
             self.load_state(resumed)
         elif self.options.normalize_reward:
-            self.normalization = self.measure_scores()
-        optimizer_steps = self.total_steps * self.options.updates_per_step
-        report.line(write.running_training(optimizer_steps))
+            self.measure_scores()
+        report.line(write.running_training(self.optimizer_steps))
         first = resumed["step"] if resumed else 0
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, per_epoch)
@@ -193,11 +174,10 @@ class PPOTrainer:
             self.update(experience, minibatch, stats)
         # Reads the device, so that all its work is in the time.
         updates = stats.over_ranks()
-        train_s = time.perf_counter() - train_started
+        now = time.perf_counter()
 
         # 4. The report.
-        e2e_s = time.perf_counter() - started
-        times = {"e2e_s": e2e_s, "generate_s": cost.seconds, "train_s": train_s}
+        times = StepTimes(now - started, cost.seconds, now - train_started)
         self.report(step, epoch, experience, updates, times, cost)
 
     def prompt_batches(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -209,9 +189,7 @@ class PPOTrainer:
             batches.append((batch["input_ids"].to(device()), batch["attention_mask"].to(device())))
         return batches
 
-    def generate_experience(
-        self, batches: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Experience, GenerationCost]:
+    def generate_experience(self, batches: Sequence[Prompts]) -> tuple[Experience, GenerationCost]:
         """Answer prompts and compute what PPO needs to know of the answers.
 
         Args:
@@ -220,45 +198,20 @@ class PPOTrainer:
         Returns:
             the experience of all batches together, and what generation took.
         """
-        generations, cost = self.answer(batches)
+        generations, cost = self.rollouts.answer(batches)
         # what the four models say of them
         with self.engine.evaluation():
             parts = [
-                self._experience(prompts, mask, generation)
-                for (prompts, mask), generation in zip(batches, generations, strict=True)
+                self._experience(prompts, generation)
+                for prompts, generation in zip(batches, generations, strict=True)
             ]
         return Experience.concatenate(parts, self.tokenizer.pad_token_id), cost
 
-    def answer(
-        self, batches: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[list[Generation], GenerationCost]:
-        """Answer prompts, with the actor laid out for generation where the hybrid engine is on.
-
-        Args:
-            batches: prompts, left padded, `(batch, prompt)`, each with its attention mask.
-        """
-        started = time.perf_counter()
-        with self.hybrid.rollout():
-            generations = [
-                self.hybrid.generate(prompts, mask, self.sampling, self.sampler)
-                for prompts, mask in batches
-            ]
-        seconds = time.perf_counter() - started
-        self._tell_hybrid_engine()
-        widths = [generation.answers.shape[1] for generation in generations]
-        flops = sum(
-            generation_flops(self.engine.actor_shape, *prompts.shape, width)
-            for (prompts, _), width in zip(batches, widths, strict=True)
-        )
-        return generations, GenerationCost(seconds, flops, sum(widths))
-
     @torch.no_grad()
-    def _experience(
-        self, prompts: Tensor, attention_mask: Tensor, generation: Generation
-    ) -> Experience:
+    def _experience(self, prompts: Prompts, generation: Generation) -> Experience:
         engine, temperature = self.engine, self.options.temperature
         answers, width = generation.answers, generation.answers.shape[1]
-        ids, full_mask, mask = _with_answers(prompts, attention_mask, generation)
+        ids, full_mask, mask = with_answers(prompts, generation)
         logits = engine.answer_logits(engine.actor, ids, full_mask, width)
         return Experience(
             ids=ids,
@@ -266,62 +219,30 @@ class PPOTrainer:
             mask=mask,
             log_probs=token_log_probs(logits, answers, temperature),
             ref_log_probs=engine.ref_log_probs(ids, full_mask, answers),
-            values=engine.values(ids, full_mask, width),
+            values=None if engine.critic is None else engine.values(ids, full_mask, width),
             entropies=entropy(logits, temperature),
             scores=engine.scores(ids, full_mask),
-            ended=ended_with_eos(answers, self.sampling.eos_ids),
+            ended=ended_with_eos(answers, self.rollouts.sampling.eos_ids),
         )
 
-    def _tell_hybrid_engine(self) -> None:
-        """Say in the log, once, why the hybrid engine switched itself off."""
-        if self.hybrid.off_reason is not None and not self._told_hybrid_engine:
-            self._told_hybrid_engine = True
-            self.context.report.warning(
-                f"the hybrid engine switched itself off: {self.hybrid.off_reason}"
-            )
-
-    def measure_scores(self) -> tuple[float, float]:
-        """Mean and deviation of the scores of the unchanged actor's answers, over all ranks."""
-        self.context.report.phase("measuring scores of the SFT model")
+    def measure_scores(self) -> None:
+        """Let rewards be normalised by the scores of the unchanged actor's answers."""
+        report = self.context.report
+        report.phase("measuring scores of the SFT model")
         scores = []
         for rows in self.batches.epoch(0)[:_NORMALIZATION_BATCHES]:
             batches = self.prompt_batches(rows)
-            generations, _ = self.answer(batches)
-            for batch, generation in zip(batches, generations, strict=True):
-                ids, attention_mask, _ = _with_answers(*batch, generation)
+            generations, _ = self.rollouts.answer(batches)
+            for prompts, generation in zip(batches, generations, strict=True):
+                ids, attention_mask, _ = with_answers(prompts, generation)
                 scores.append(self.engine.scores(ids, attention_mask))
-        mean, variance = _moments(torch.cat(scores))
-        std = max(math.sqrt(variance), 1e-6)
-        self.context.report.note(f"scores of the SFT model: mean {mean:.4f}, deviation {std:.4f}")
-        return float(mean), std
-
-    def shaped_scores(self, experience: Experience) -> Tensor:
-        """Scores normalised, penalised and clipped, `(batch,)`."""
-        mean, std = self.normalization or (None, None)
-        return shape_scores(
-            experience.scores,
-            experience.ended,
-            mean=mean,
-            std=std,
-            missing_eos_penalty=self.options.missing_eos_penalty,
-            clip=self.options.reward_clip,
-        )
+        mean, std = self.rewards.normalize_by(scores)
+        report.note(f"scores of the SFT model: mean {mean:.4f}, deviation {std:.4f}")
 
     def add_targets(self, experience: Experience) -> Experience:
-        """The experience with advantages and returns; a collective of all ranks."""
-        rewards = token_rewards(
-            self.shaped_scores(experience),
-            experience.log_probs,
-            experience.ref_log_probs,
-            experience.mask,
-            self.kl_coef,
-        )
-        advantages, returns = generalized_advantages(
-            rewards, experience.values, experience.mask, self.options.gamma, self.options.gae_lambda
-        )
-        if self.options.whiten_advantages:
-            advantages = whiten(advantages, experience.mask)
-        return replace(experience, advantages=advantages, returns=returns)
+        """The experience with what the updates move towards; a collective of all ranks."""
+        rewards = self.rewards(experience.scores, experience.ended)
+        return gae.add_targets(experience, rewards, self.kl_coef, self.options)
 
     def minibatches(self, experience: Experience) -> Iterator[Minibatch]:
         """What each optimizer step learns from, over all inner epochs; a collective of all ranks.
@@ -349,7 +270,7 @@ class PPOTrainer:
             self.engine.actor_ema.update()
 
     def train_rlhf(self, batch: Experience, tokens: float, stats: UpdateStats) -> None:
-        """Forward, backward and (at the last micro batch) step of both engines.
+        """Forward, backward and (at the last micro batch) step of the engines that train.
 
         Args:
             batch: some rows of the experience.
@@ -364,81 +285,56 @@ class PPOTrainer:
         log_probs = token_log_probs(logits, batch.answers, options.temperature)
         policy = policy_loss(log_probs, batch.log_probs, batch.advantages, batch.mask, options.clip)
         loss = policy.loss_sum
-        if self.unsupervised is not None:
-            loss = loss + self.unsupervised_loss(tokens, stats)
+        if self.mixture is not None:
+            loss = loss + self._mixture_loss(self.mixture, tokens, stats)
         backward(engine.actor, loss, tokens)
-        if not options.align_overflow:
+        stats.flops += self._training_flops("actor", batch.ids.shape)
+        align = options.align_overflow and engine.critic is not None
+        if not align:
             stats.actor_gradient_norm = engine_step(engine.actor)
 
         # 2. The critic.
-        values = engine.values(batch.ids, batch.attention_mask, width)
-        critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
-        backward(engine.critic, critic.loss_sum, tokens)
-        if options.align_overflow:
-            with aligned_overflow(engine.actor, engine.critic) as overflowed:
-                stats.actor_gradient_norm = engine_step(engine.actor)
+        critic: ValueLoss | None = None
+        if engine.critic is not None:
+            values = engine.values(batch.ids, batch.attention_mask, width)
+            critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
+            backward(engine.critic, critic.loss_sum, tokens)
+            stats.flops += self._training_flops("critic", batch.ids.shape)
+            if align:
+                self._step_together(stats)
+            else:
                 stats.critic_gradient_norm = engine_step(engine.critic)
-            if any(overflowed):
-                self.context.report.line(write.skipped_both(*overflowed))
-        else:
-            stats.critic_gradient_norm = engine_step(engine.critic)
-
-        # 3. Sums for the report.
         stats.add(policy, critic)
-        roles = self.context.config.actor, self.context.config.critic
-        for role, shape, head in zip(
-            roles, (engine.actor_shape, engine.critic_shape), ("lm", "score"), strict=True
-        ):
-            stats.flops += training_flops(
-                shape,
-                *batch.ids.shape,
-                checkpointing=role.gradient_checkpointing,
-                frozen_base=role.lora.only,
-                head=head,
-            )
 
-    def unsupervised_loss(self, tokens: float, stats: UpdateStats) -> Tensor:
-        """The mixture loss of one micro batch of text, scaled to stand beside a sum over `tokens`.
+    def _step_together(self, stats: UpdateStats) -> None:
+        """Step actor and critic; where one of them overflowed, neither moves."""
+        actor, critic = self.engine.actor, self.engine.critic
+        with aligned_overflow(actor, critic) as overflowed:
+            stats.actor_gradient_norm = engine_step(actor)
+            stats.critic_gradient_norm = engine_step(critic)
+        if any(overflowed):
+            self.context.report.line(write.skipped_both(*overflowed))
 
-        Its mean is weighted by `unsupervised_coef` (the PPO-ptx gamma of InstructGPT, equation 2).
-        """
-        batch = {name: tensor.to(device()) for name, tensor in self.next_texts().items()}
-        logits = self.engine.actor(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-        ).logits
-        loss_sum, count = causal_lm_loss(logits, batch["labels"])
-        micro_batches = self.engine.plan.accumulation * world_size()
-        stats.sums["unsupervised_loss"] += loss_sum.detach()
+    def _mixture_loss(self, mixture: Mixture, tokens: float, stats: UpdateStats) -> Tensor:
+        """The mixture loss of one micro batch of text, beside a sum over `tokens`."""
+        batch = mixture.next_batch()
+        weighted, loss_sum, count = mixture.loss(batch, tokens)
+        stats.sums["unsupervised_loss"] += loss_sum
         stats.sums["unsupervised_tokens"] += count
-        stats.flops += training_flops(
-            self.engine.actor_shape,
-            *batch["input_ids"].shape,
-            checkpointing=self.context.config.actor.gradient_checkpointing,
-            frozen_base=self.context.config.actor.lora.only,
+        stats.flops += self._training_flops("actor", batch["input_ids"].shape)
+        return weighted
+
+    def _training_flops(self, role: RoleName, rows_and_tokens: torch.Size) -> float:
+        """Operations of a forward and a backward pass of actor or critic."""
+        layout: RoleConfig = getattr(self.context.config, role)
+        is_actor = role == "actor"
+        return training_flops(
+            self.engine.actor_shape if is_actor else self.engine.critic_shape,
+            *rows_and_tokens,
+            checkpointing=layout.gradient_checkpointing,
+            frozen_base=layout.lora.only,
+            head="lm" if is_actor else "score",
         )
-        mean = loss_sum / count.clamp(min=1) / micro_batches
-        return self.options.unsupervised_coef * mean * tokens
-
-    def next_texts(self) -> dict[str, Tensor]:
-        """This rank's next micro batch of unsupervised text; begins again at the end."""
-        rows, batches = self.unsupervised
-        epoch, index = divmod(self.texts_read, len(batches))
-        self.texts_read += 1
-        batch = batches.epoch(epoch)[index]
-        (cut,) = batches.local_micro_batches(batch, rank(), world_size())
-        return SftCollator(self.tokenizer.pad_token_id)([rows[row] for row in cut])
-
-    def _unsupervised_batches(self) -> tuple[Dataset, GlobalBatches] | None:
-        """Blocks of text and their micro batches, or None without unsupervised sources."""
-        config, options = self.context.config, self.options
-        if not config.data.unsupervised_sources:
-            return None
-        length = options.max_prompt_length + options.max_answer_length
-        rows = self.context.text_blocks(self.tokenizer, length)
-        size = self.engine.plan.micro_batch_size * world_size()
-        batches = GlobalBatches([length] * len(rows), size, config.seed)
-        length_of_training(options, batches, size)
-        return rows, batches
 
     def report(
         self,
@@ -446,179 +342,87 @@ class PPOTrainer:
         epoch: int,
         experience: Experience,
         updates: UpdateTotals,
-        times: dict[str, float],
+        times: StepTimes,
         cost: GenerationCost,
     ) -> None:
         """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
-        report, engine = self.context.report, self.engine
+        report, engine, options = self.context.report, self.engine, self.options
         count = len(experience) * world_size()
-        shaped = self.shaped_scores(experience)
+        rewards = self.rewards(experience.scores, experience.ended)
 
         # 1. The quantities.
-        answers = self.answer_metrics(experience, shaped)
+        answers = answer_metrics(experience, rewards, options.reward_clip)
         reward = answers["reward"]
         previous = reward if self.reward_ema is None else self.reward_ema
         self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
+        critic_learning_rate = None if engine.critic is None else learning_rates(engine.critic)[0]
         reported = PPOStep(
             step=step,
             epoch=epoch,
-            ppo_epoch=self.options.inner_epochs,
-            speed=self.speed(experience, updates.flops, cost, times),
+            ppo_epoch=options.inner_epochs,
+            speed=step_speed(engine, experience, updates.flops, cost, times, self.context.dtype),
             **answers,
             reward_ema=self.reward_ema,
             kl_coef=self.kl_coef,
             **updates.metrics,
             actor_learning_rate=learning_rates(engine.actor)[0],
-            critic_learning_rate=learning_rates(engine.critic)[0],
-            tokens_per_s=answers["answer_length"] * count / times["generate_s"],
+            critic_learning_rate=critic_learning_rate,
+            tokens_per_s=answers["answer_length"] * count / times.generate_s,
             total_steps=self.total_steps,
-            **times,
+            **vars(times),
         )
         metrics = reported.quantities()
 
         # 2. The log, TensorBoard and the rollouts.
         report.write(reported)
-        done = self.options.updates_per_step * (step + 1)
-        if done % self.context.config.logging.optimizer_interval < self.options.updates_per_step:
-            report.optimizer(engine.actor)
-            report.optimizer(engine.critic)
-        losses = {name: metrics[name] for name in ("actor_loss", "critic_loss")}
+        done = options.updates_per_step * (step + 1)
+        if done % self.context.config.logging.optimizer_interval < options.updates_per_step:
+            for trained in engine.trained.values():
+                report.optimizer(trained)
+        losses = {f"{role}_loss": metrics[f"{role}_loss"] for role in engine.trained}
         summed = {f"{name}_sum": loss * updates.tokens for name, loss in losses.items()}
         report.events(step, {"reward": reward, **losses, **summed})
-        self.write_rollouts(step, experience, shaped)
+        self._write_rollouts(step, experience, rewards)
 
         # 3. What acts on the quantities.
-        watched = ("reward", "kl", "actor_gradient_norm", "critic_gradient_norm", *losses)
-        self.watchdog.check(step, {name: metrics[name] for name in watched})
+        norms = [f"{role}_gradient_norm" for role in engine.trained]
+        self.watchdog.check(
+            step, {name: metrics[name] for name in ("reward", "kl", *norms, *losses)}
+        )
         self.watchdog.watch_rollouts(metrics)
         if self.kl_controller:
             self.kl_controller.update(answers["kl"], count)
 
-    def answer_metrics(self, experience: Experience, shaped: Tensor) -> dict[str, float]:
-        """What a step's answers were like, over all ranks; a collective of all ranks.
-
-        Args:
-            experience: with its returns.
-            shaped: the rewards of the answers, `(batch,)`.
-        """
-        lengths, ended = experience.mask.sum(dim=1), experience.ended
-        count = len(experience) * world_size()
-        tokens, ended_count, empty, kl, entropies, at_bound = sum_over_ranks(
-            lengths.sum(),
-            ended.sum(),
-            ((lengths == 1) & ended).sum(),
-            experience.kl.sum(),
-            (experience.entropies * experience.mask).sum(),
-            (shaped.abs() >= self.options.reward_clip).sum(),
-        )
-        reward, _ = _moments(shaped)
-        score_mean, score_variance = _moments(experience.scores)
-        explained = explained_variance(experience.values, experience.returns, experience.mask)
-        return {
-            "reward": float(reward),
-            "score_mean": float(score_mean),
-            "score_std": math.sqrt(score_variance),
-            "reward_at_clip_share": at_bound / count,
-            "kl": kl / count,
-            "entropy": entropies / tokens,
-            "explained_variance": float(explained),
-            "answer_length": tokens / count,
-            "eos_share": ended_count / count,
-            "empty_answers": int(empty),
-        }
-
-    def speed(
-        self,
-        experience: Experience,
-        own_flops: float,
-        cost: GenerationCost,
-        times: dict[str, float],
-    ) -> PPOSpeed:
-        """What the step took."""
-        engine, shape, width = self.engine, experience.ids.shape, experience.mask.shape[1]
-        # Actor and reference, critic and reward model read each answer once.
-        scoring = 2 * forward_flops(engine.actor_shape, *shape, logits_tokens=width)
-        scoring += 2 * forward_flops(engine.critic_shape, *shape, head="score")
-        element = torch.finfo(self.context.dtype).bits // 8
-        moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
-        return PPOSpeed(
-            batch_size=len(experience) * world_size(),
-            sequence_length=shape[1],
-            answer_length_limit=width,
-            tflops=(cost.flops + own_flops + scoring) / times["e2e_s"] / 1e12,
-            generate_tflops=cost.flops / times["generate_s"] / 1e12,
-            train_tflops=own_flops / times["train_s"] / 1e12,
-            bandwidth_gb_s=moved / times["generate_s"] / 1e9,
-            actor_parameters_b=engine.actor_parameters / 1e9,
-            critic_parameters_b=engine.critic_parameters / 1e9,
-        )
-
-    def write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
+    def _write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
         """Append rank 0's answers to rollouts.jsonl; print them if asked."""
-        logging = self.context.config.logging
-        printed = logging.print_answers and step % logging.print_answers_interval == 0
-        if rank() != 0 and not printed:
+        logging, report = self.context.config.logging, self.context.report
+        is_printed = logging.print_answers and step % logging.print_answers_interval == 0
+        if rank() != 0 and not is_printed:
             return
-        start = experience.ids.shape[1] - experience.mask.shape[1]
-        prompts, answers = [], []
-        for ids, (prompt, answer) in zip(experience.ids.tolist(), experience.lengths, strict=True):
-            for texts, tokens in (
-                (prompts, ids[start - prompt : start]),
-                (answers, ids[start : start + answer]),
-            ):
-                texts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        if printed:
-            every_rank = self.context.report.every_rank
-            every_rank(write.prompts_printed(step, rank(), prompts))
-            every_rank(write.answers_printed(step, rank(), answers))
-        if rank() != 0:
-            return
-        columns = {
-            "reward": rewards.tolist(),
-            "score": experience.scores.tolist(),
-            "kl": experience.kl.tolist(),
-            "length": [answer for _, answer in experience.lengths],
-            "ended": experience.ended.tolist(),
-        }
-        lines = []
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            record = {"step": step, "prompt": prompt, "answer": answer}
-            record |= {name: values[row] for name, values in columns.items()}
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-        append(self.context.folder / "rollouts.jsonl", "".join(lines))
+        prompts, answers = decoded(experience, self.tokenizer)
+        if is_printed:
+            report.every_rank(write.prompts_printed(step, rank(), prompts))
+            report.every_rank(write.answers_printed(step, rank(), answers))
+        if rank() == 0:
+            records = rollout_records(step, experience, rewards, prompts, answers)
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+            append(self.context.folder / "rollouts.jsonl", "".join(lines))
 
     def save(self) -> None:
         """Write actor, critic and the actor's average as complete Hugging Face folders."""
         report, folder = self.context.report, self.context.folder
         report.line(write.saving_model())
-        save_model(self.engine.critic.module, self.tokenizer, folder / "critic")
+        if self.engine.critic is not None:
+            save_model(self.engine.critic.module, self.tokenizer, folder / "critic")
         if self.engine.actor_ema:
             average = self.engine.actor_ema.values
             save_model(self.engine.actor.module, self.tokenizer, folder / "actor_ema", average)
         save_model(self.engine.actor.module, self.tokenizer, folder / "actor")
-        for name, module, base in (
-            ("actor", self.engine.actor.module, self.context.sft_model()),
-            ("critic", self.engine.critic.module, self.context.trained_reward_model()),
-        ):
-            if getattr(self.context.config, name).lora.export:
-                save_adapters(module, base, folder / f"{name}_adapters")
+        bases = {
+            "actor": self.context.sft_model(),
+            "critic": self.context.trained_reward_model(),
+        }
+        for role, engine in self.engine.trained.items():
+            if getattr(self.context.config, role).lora.export:
+                save_adapters(engine.module, bases[role], folder / f"{role}_adapters")
         report.line(write.step_finished(str(folder / "actor")))
-
-
-def _with_answers(
-    prompts: Tensor, attention_mask: Tensor, generation: Generation
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts and their answers in one: ids and attention mask `(batch, prompt + answer)`.
-
-    The third is true on the answer's tokens up to and with its first EOS, `(batch, answer)`: the
-    EOS is an action, also where it is the only token.
-    """
-    answers = generation.answers
-    mask = length_mask(generation.lengths, answers.shape[1])
-    ids = torch.cat((prompts, answers), dim=1)
-    return ids, torch.cat((attention_mask, mask.to(attention_mask.dtype)), dim=1), mask
-
-
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of one number per answer, over all answers of all ranks."""
-    return masked_moments(values, torch.ones_like(values, dtype=torch.bool))

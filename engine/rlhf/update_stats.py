@@ -41,18 +41,19 @@ class UpdateStats:
     actor_gradient_norm: float = math.nan
     critic_gradient_norm: float = math.nan
 
-    def add(self, policy: PolicyLoss, critic: ValueLoss) -> None:
+    def add(self, policy: PolicyLoss, critic: ValueLoss | None) -> None:
         """Count one micro batch."""
         # The policy of the first micro batch is the one that answered.
         self.sums.setdefault("first_ratio", policy.ratio_sum)
         self.sums.setdefault("first_tokens", policy.token_count)
         self.sums["actor_loss"] += policy.loss_sum.detach()
-        self.sums["critic_loss"] += critic.loss_sum.detach()
         self.sums["tokens"] += policy.token_count
         self.sums["clipped"] += policy.clipped_count
-        self.sums["value_clipped"] += critic.clipped_count
         self.sums["ratio"] += policy.ratio_sum
         self.sums["approx_kl"] += policy.approx_kl_sum
+        if critic is not None:
+            self.sums["critic_loss"] += critic.loss_sum.detach()
+            self.sums["value_clipped"] += critic.clipped_count
         self.ratio_max = policy.ratio_max.clamp(min=self.ratio_max)
 
     def over_ranks(self) -> UpdateTotals:
@@ -62,14 +63,17 @@ class UpdateStats:
         sums = defaultdict(float, zip(names, totals, strict=True))
         tokens, text_tokens = sums["tokens"], sums["unsupervised_tokens"]
         text_loss = sums["unsupervised_loss"] / text_tokens if text_tokens else None
+        has_critic = "critic_loss" in sums
         return UpdateTotals(
             {
                 "actor_loss": sums["actor_loss"] / tokens,
-                "critic_loss": sums["critic_loss"] / tokens,
+                "critic_loss": sums["critic_loss"] / tokens if has_critic else None,
                 "unsupervised_loss": text_loss,
                 "approx_kl": sums["approx_kl"] / tokens,
                 "clip_fraction": sums["clipped"] / tokens,
-                "value_clip_fraction": sums["value_clipped"] / tokens,
+                "value_clip_fraction": sums["value_clipped"] / tokens
+                if "value_clipped" in sums
+                else None,
                 "first_ratio_mean": sums["first_ratio"] / sums["first_tokens"],
                 "ratio_mean": sums["ratio"] / tokens,
                 "ratio_max": max_over_ranks(self.ratio_max),

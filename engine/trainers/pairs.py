@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.algorithms.averages import mean
-from engine.config.deepspeed import Role
 from engine.config.schema import PretrainingStyleStep, RoleConfig
+from engine.config.steps import RoleName
 from engine.data.batches import GlobalBatches, row_lengths
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.log import write
@@ -42,7 +42,7 @@ class PairTrainer(ABC):
     def __init__(
         self,
         context: StepContext,
-        role: Role,
+        role: RoleName,
         options: PretrainingStyleStep,
         source: str,
         collator: Callable[[int], Callable[[list[dict[str, Any]]], Batch]],
@@ -62,7 +62,8 @@ class PairTrainer(ABC):
         self.total_steps = length_of_training(options, self.batches, options.batch_size)
 
         # 2. The model in its engine.
-        trained = trained_model(context, role, options, self.total_steps, self.load_model)
+        context.warn_of_warmup(self.total_steps)
+        trained = trained_model(context, role, options, options, self.total_steps, self.load_model)
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
         self.parameters = trained.parameters
         self.checkpoints = context.checkpoints({context.step: self.engine})

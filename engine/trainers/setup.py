@@ -11,8 +11,9 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config.deepspeed import Role, deepspeed_config, role_layout
-from engine.config.schema import PretrainingStyleStep, RoleConfig
+from engine.config.deepspeed import deepspeed_config, role_layout
+from engine.config.schema import PretrainingStyleStep, RoleConfig, StepConfig
+from engine.config.steps import RoleName
 from engine.distributed import world_size
 from engine.models.lora import adapters_off, add_lora, describe_lora, parameter_groups
 from engine.models.quantization import quantize_frozen
@@ -25,7 +26,7 @@ from engine.trainers.engines import frozen_engine, training_engine, zero3_loadin
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that step 1 or 2 trains, and how its batches are cut.
+    """A model that a step trains, and how its batches are cut.
 
     Attributes:
         engine: what trains it.
@@ -42,10 +43,14 @@ class TrainedModel:
 
 def trained_model(
     context: StepContext,
-    role: Role,
-    options: PretrainingStyleStep,
-    total_steps: int,
+    role: RoleName,
+    options: StepConfig,
+    rates: PretrainingStyleStep | RoleConfig,
+    optimizer_steps: int,
     load: Callable[[], PreTrainedModel | RewardModel],
+    *,
+    name: str = "model",
+    eps: float = 1e-8,
 ) -> TrainedModel:
     """Load a model in ZeRO-3 shards and with adapters, where asked, and make its engine.
 
@@ -53,13 +58,15 @@ def trained_model(
         context: of the step.
         role: whose layout it has.
         options: of the step.
-        total_steps: optimizer steps of the whole schedule.
+        rates: whose learning rate and weight decay it has.
+        optimizer_steps: of the whole schedule.
         load: gives the model.
+        name: what to call it in the log, where a step trains several.
+        eps: Adam's epsilon.
     """
     config, report = context.config, context.report
     layout: RoleConfig = getattr(config, role)
-    context.warn_of_warmup(total_steps)
-    report.phase("loading the model")
+    report.phase(f"loading the {name}")
     plan = BatchPlan.of(options, world_size())
     engine_config = deepspeed_config(
         dtype=dtype_name(context.dtype),
@@ -67,7 +74,7 @@ def trained_model(
         accumulation=plan.accumulation,
         ranks=world_size(),
         max_gradient_norm=options.max_gradient_norm,
-        monitor=context.monitor(context.step),
+        monitor=context.monitor(context.step if name == "model" else name),
         **role_layout(config, role),
     )
     with zero3_loading(engine_config):
@@ -78,11 +85,13 @@ def trained_model(
         plain.activation_checkpointing_enable()
     if layout.lora.rank:
         add_lora(model, layout.lora)
-        report.note(describe_lora(model))
+        report.note(describe_lora(model) if name == "model" else f"{name} {describe_lora(model)}")
     groups = parameter_groups(
-        model, options.learning_rate, options.weight_decay, layout.lora.learning_rate
+        model, rates.learning_rate, rates.weight_decay, layout.lora.learning_rate
     )
-    engine = training_engine(model, engine_config, groups, options, total_steps, report)
+    engine = training_engine(
+        model, engine_config, groups, options, optimizer_steps, report, eps=eps
+    )
     if role == "actor" and config.mixz.enabled:
         report.note(str(quantize_frozen(engine.module)))
     return TrainedModel(engine, shape, parameters, plan)

@@ -44,7 +44,8 @@ class SFTTrainer:
         def load() -> PreTrainedModel:
             return context.load_actor(source, self.tokenizer, config.actor.dropout)
 
-        trained = trained_model(context, "actor", options, self.total_steps, load)
+        context.warn_of_warmup(self.total_steps)
+        trained = trained_model(context, "actor", options, options, self.total_steps, load)
         self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
         self.parameters = trained.parameters
         self.checkpoints = context.checkpoints({"sft": self.engine})

@@ -187,10 +187,10 @@ def run_step(case: Case, model: str, folder: Path, *changes: str) -> Outcome:
 
 def _check_generation(trainer: PPOTrainer) -> None:
     """The hybrid engine is on where asked, and in fp32 answers as transformers does."""
-    hybrid = trainer.hybrid
+    hybrid = trainer.rollouts.hybrid
     assert hybrid.off_reason is None, hybrid.off_reason
     assert hybrid.enabled == trainer.context.config.hybrid_engine.enabled
-    greedy = replace(trainer.sampling, greedy=True, ignore_eos=True)
+    greedy = replace(trainer.rollouts.sampling, greedy=True, ignore_eos=True)
     prompts, mask = trainer.prompt_batches(trainer.batches.epoch(0)[0])[0]
     with hybrid.rollout():
         ours = hybrid.generate(prompts, mask, greedy)
@@ -267,7 +267,7 @@ def mixz(step: str, models: dict[str, str], folder: Path, *changes: str) -> None
     assert trainer.train()
     assert mixz_run.share_of_bf16(actor.module) <= 0.6
     if step == "ppo":
-        assert trainer.hybrid.off_reason is None, trainer.hybrid.off_reason
+        assert trainer.rollouts.hybrid.off_reason is None, trainer.rollouts.hybrid.off_reason
     trainer.save()
 
 

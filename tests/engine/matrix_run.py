@@ -118,8 +118,8 @@ def run_cell(cell: Cell, model: str, run: Path, *changes: str) -> dict[str, obje
         "cell": cell.name,
         "finished": finished,
         "applied": [engine.global_steps - engine.skipped_steps for engine in engines],
-        "off_reason": trainer.hybrid.off_reason,
-        "hybrid_ran": trainer.hybrid.enabled,
+        "off_reason": trainer.rollouts.hybrid.off_reason,
+        "hybrid_ran": trainer.rollouts.hybrid.enabled,
     } | (_on_disk(run / "step3-rlhf", model) if rank() == 0 else {})
 
 

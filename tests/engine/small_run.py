@@ -41,7 +41,7 @@ def configuration(*assignments: str) -> RunConfig:
 
 def with_empty_answers(trainer: PPOTrainer, rows: list[int]) -> None:
     """Let the trainer's actor end some of its answers with their first token."""
-    generate, eos = trainer.hybrid.generate, trainer.tokenizer.eos_token_id
+    generate, eos = trainer.rollouts.hybrid.generate, trainer.tokenizer.eos_token_id
 
     def ending(*arguments: Any) -> Generation:
         generation = generate(*arguments)
@@ -50,4 +50,4 @@ def with_empty_answers(trainer: PPOTrainer, rows: list[int]) -> None:
         lengths[rows] = 1
         return replace(generation, answers=answers, lengths=lengths)
 
-    trainer.hybrid.generate = ending  # type: ignore[method-assign]
+    trainer.rollouts.hybrid.generate = ending  # type: ignore[method-assign]

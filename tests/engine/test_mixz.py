@@ -90,7 +90,7 @@ def test_step_3_generates_trains_and_saves_with_it(hybrid, model, group, tmp_pat
     trainer = ppo(model, tmp_path, *options)
     assert trainer.engine.ref is None
     assert trainer.train()
-    assert trainer.hybrid.off_reason is None
+    assert trainer.rollouts.hybrid.off_reason is None
     assert share_of_bf16(trainer.engine.actor.module) <= 0.6
     trainer.save()
     assert is_complete_model(tmp_path / "step3-rlhf/actor")

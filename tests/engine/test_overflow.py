@@ -11,8 +11,8 @@ from matrix_run import small_model, step_3
 from small_run import configuration
 
 from engine.config.rules import check
+from engine.rlhf import trainer as ppo
 from engine.rlhf.trainer import PPOTrainer, UpdateStats
-from engine.trainers import ppo
 
 
 @pytest.fixture(scope="module")

@@ -89,9 +89,9 @@ def test_first_minibatch_starts_from_the_policy_that_answered(run):
 def test_more_padding_changes_nothing(run):
     trainer = ppo_trainer(run)
     prompts, mask = trainer.prompt_batches(trainer.batches.epoch(0)[0])[0]
-    state = trainer.sampler.get_state()
+    state = trainer.rollouts.sampler.get_state()
     plain, _ = trainer.generate_experience([(prompts, mask)])
-    trainer.sampler.set_state(state)
+    trainer.rollouts.sampler.set_state(state)
     pad = trainer.tokenizer.pad_token_id
     wide = torch.nn.functional.pad(prompts, (5, 0), value=pad)
     padded, _ = trainer.generate_experience([(wide, torch.nn.functional.pad(mask, (5, 0)))])
@@ -109,10 +109,12 @@ def test_more_padding_changes_nothing(run):
 def test_pad_equal_to_eos_keeps_the_first_eos_as_an_action(run):
     trainer = ppo_trainer(run, "ppo.max_answer_length=30")
     prompts, mask = trainer.prompt_batches(trainer.batches.epoch(0)[0])[0]
-    state = trainer.sampler.get_state()
+    state = trainer.rollouts.sampler.get_state()
     own, _ = trainer.generate_experience([(prompts, mask)])
-    trainer.sampler.set_state(state)
-    trainer.sampling = replace(trainer.sampling, pad_id=trainer.tokenizer.eos_token_id)
+    trainer.rollouts.sampler.set_state(state)
+    trainer.rollouts.sampling = replace(
+        trainer.rollouts.sampling, pad_id=trainer.tokenizer.eos_token_id
+    )
     same, _ = trainer.generate_experience([(prompts, mask)])
     assert torch.equal(own.mask, same.mask)
     assert torch.equal(own.answers[own.mask], same.answers[same.mask])

@@ -63,7 +63,7 @@ def test_every_step_trains_and_tells_no_operations(family, tiny_model, tmp_path,
     RewardModel.from_pretrained(str(tmp_path / "step3-rlhf/critic"), torch.float32)
 
     # 2. Generation took the model's own forward, and its check found nothing.
-    hybrid = trainers["ppo"].hybrid
+    hybrid = trainers["ppo"].rollouts.hybrid
     assert (hybrid.enabled, hybrid.off_reason) == (True, None)
     with hybrid.rollout():
         assert isinstance(hybrid._decoder, ModuleDecoder)

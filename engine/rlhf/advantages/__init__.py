@@ -1,0 +1,1 @@
+"""How advantages are found: one strategy a file."""

@@ -1,0 +1,131 @@
+"""What step 3 reports of a generation step, as functions of what happened: nothing is kept here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.algorithms.policy import explained_variance
+from engine.distributed import sum_over_ranks, world_size
+from engine.log.entries import PPOSpeed
+from engine.planning.flops import forward_flops, weight_bytes_read_per_token
+from engine.rlhf.experience import Experience
+from engine.rlhf.models import RLHFEngine
+from engine.rlhf.rewards import moments
+from engine.rlhf.rollouts import GenerationCost
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a generation step: all of it, its answers, its updates."""
+
+    e2e_s: float
+    generate_s: float
+    train_s: float
+
+
+def answer_metrics(
+    experience: Experience, rewards: Tensor, reward_clip: float
+) -> dict[str, float | None]:
+    """What a step's answers were like, over all ranks; a collective of all ranks.
+
+    Args:
+        experience: with its returns, where there is a critic.
+        rewards: of the answers, `(batch,)`.
+        reward_clip: the bound of the rewards on both sides.
+    """
+    lengths, ended = experience.mask.sum(dim=1), experience.ended
+    count = len(experience) * world_size()
+    tokens, ended_count, empty, kl, entropies, at_bound = sum_over_ranks(
+        lengths.sum(),
+        ended.sum(),
+        ((lengths == 1) & ended).sum(),
+        experience.kl.sum(),
+        (experience.entropies * experience.mask).sum(),
+        (rewards.abs() >= reward_clip).sum(),
+    )
+    reward, _ = moments(rewards)
+    score_mean, score_variance = moments(experience.scores)
+    explained = None
+    if experience.values is not None and experience.returns is not None:
+        explained = float(
+            explained_variance(experience.values, experience.returns, experience.mask)
+        )
+    metrics: dict[str, Any] = {
+        "reward": float(reward),
+        "score_mean": float(score_mean),
+        "score_std": math.sqrt(score_variance),
+        "reward_at_clip_share": at_bound / count,
+        "kl": kl / count,
+        "entropy": entropies / tokens,
+        "explained_variance": explained,
+        "answer_length": tokens / count,
+        "eos_share": ended_count / count,
+        "empty_answers": int(empty),
+    }
+    return metrics
+
+
+def step_speed(
+    engine: RLHFEngine,
+    experience: Experience,
+    update_flops: float,
+    cost: GenerationCost,
+    times: StepTimes,
+    dtype: torch.dtype,
+) -> PPOSpeed:
+    """What a generation step took, on this rank."""
+    shape, width = experience.ids.shape, experience.mask.shape[1]
+    # Actor and reference, critic and reward model read each answer once.
+    scoring = 2 * forward_flops(engine.actor_shape, *shape, logits_tokens=width)
+    models = 1 if engine.critic is None else 2
+    scoring += models * forward_flops(engine.reward_shape, *shape, head="score")
+    element = torch.finfo(dtype).bits // 8
+    moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
+    critic_parameters = engine.critic_parameters
+    return PPOSpeed(
+        batch_size=len(experience) * world_size(),
+        sequence_length=shape[1],
+        answer_length_limit=width,
+        tflops=(cost.flops + update_flops + scoring) / times.e2e_s / 1e12,
+        generate_tflops=cost.flops / times.generate_s / 1e12,
+        train_tflops=update_flops / times.train_s / 1e12,
+        bandwidth_gb_s=moved / times.generate_s / 1e9,
+        actor_parameters_b=engine.actor_parameters / 1e9,
+        critic_parameters_b=None if critic_parameters is None else critic_parameters / 1e9,
+    )
+
+
+def decoded(
+    experience: Experience, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[str]]:
+    """The texts of the prompts and of the answers, without special tokens."""
+    start = experience.ids.shape[1] - experience.mask.shape[1]
+    prompts: list[str] = []
+    answers: list[str] = []
+    for ids, (prompt, answer) in zip(experience.ids.tolist(), experience.lengths, strict=True):
+        prompts.append(tokenizer.decode(ids[start - prompt : start], skip_special_tokens=True))
+        answers.append(tokenizer.decode(ids[start : start + answer], skip_special_tokens=True))
+    return prompts, answers
+
+
+def rollout_records(
+    step: int, experience: Experience, rewards: Tensor, prompts: list[str], answers: list[str]
+) -> Iterator[Mapping[str, Any]]:
+    """A record of rollouts.jsonl for each answer."""
+    columns = {
+        "reward": rewards.tolist(),
+        "score": experience.scores.tolist(),
+        "kl": experience.kl.tolist(),
+        "length": [answer for _, answer in experience.lengths],
+        "ended": experience.ended.tolist(),
+    }
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        figures = {name: values[row] for name, values in columns.items()}
+        yield {"step": step, "prompt": prompt, "answer": answer, **figures}
