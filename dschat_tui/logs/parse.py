@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.points import Gatherer, NotFinite
-from dschat_tui.logs.quantities import NOT_MEASURED, title
+from dschat_tui.logs.quantities import NOT_MEASURED, QUANTITIES, title
 from dschat_tui.logs.records import LINES_PER_MARK, Event, Status, Update
 from engine.log import write
 from engine.log.read import LogReader
 
 _TRAINING_BEGINS = write.running_training().removesuffix(" *****")
 _OWN_KINDS = ("note", "phase", "metrics")
-_SPEEDS = ("latency_s", "tflops", "samples_per_s")
-_THROUGHPUT_NAMES = ("tokens_per_s", *_SPEEDS)
-_PPO_NAMES = (
-    "reward", "reward_ema", "actor_loss", "critic_loss", "unsupervised_loss", "e2e_s", "other_s",
-    "generate_s", "train_s", "tflops", "generate_tflops", "train_tflops", "samples_per_s",
-)  # fmt: skip
+_KEYS_KEPT = 64
 _TIMES = ("e2e_s", "other_s", "generate_s", "train_s", "samples_per_s")
-_NO_QUANTITIES = ("kind", "step", "offset", "total_steps")
+_NO_QUANTITIES = {"kind", "step", "offset", "total_steps"}
+
+
+# their names, and what gives their values
+Quantities = tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]
 
 
 class LogParser:
@@ -53,10 +52,8 @@ class LogParser:
         self._model: str | None = None
         self._counters: dict[str, int] = {}
         self._not_finite: set[str] = set()
-        # of the records of a step: which they have, and what of them is a quantity
-        self._keys: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()
-        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = lambda record: ()
+        # what of a record is a quantity, by its keys: mostly those of the record before
+        self._quantities: dict[tuple[str, ...], Quantities] = {}
         self._lines = 0
         self._size = 0
 
@@ -95,7 +92,7 @@ class LogParser:
         self._count_events()
         points, not_finite = self._gatherer.take()
         for found in not_finite:
-            self._tell_not_finite(found)
+            self._note_not_finite(found)
         events, self._events = self._events, []
         cut_from, self._cut_from = self._cut_from, None
         return Update(points, events, marks, self._status(), restarted, cut_from)
@@ -130,7 +127,7 @@ class LogParser:
         kind = record["kind"]
         if kind in _OWN_KINDS:
             self._is_own = True
-        # our own logs tell the step in the line after these
+        # our own logs say the step in the line after these
         if self._is_own and kind in ("ppo", "throughput"):
             self._held.append(record)
         elif kind == "metrics":
@@ -158,17 +155,9 @@ class LogParser:
         self._advance(step)
         self._total = record.get("total_steps") or self._total
         for before in held[:-1]:
-            self._add_all(before, _PPO_NAMES if before["kind"] == "ppo" else _SPEEDS, step)
-        # what both lines tell, the metrics tell with more digits
-        told = held[-1] | record if held else record
-        _add_other(told)
-        keys = tuple(told)
-        if keys != self._keys:  # mostly those of the step before
-            self._keys = keys
-            wanted = {*_PPO_NAMES, *_SPEEDS, *record}.difference(_NO_QUANTITIES)
-            self._names = tuple(name for name in keys if name in wanted)
-            self._values = _getter(self._names)
-        self._gatherer.add(self._names, self._values(told), step, record.get("offset", 0))
+            self._add_all(before, step)
+        # what both lines say, the metrics say with more digits
+        self._add_all(held[-1] | record if held else record, step, record)
         self._phase, self._percent = "training", None
 
     def _advance(self, step: int) -> None:
@@ -179,7 +168,7 @@ class LogParser:
         self._step = step
 
     def _step_of(self, epoch: int, step: int) -> int | None:
-        """The step over all epochs; None for one that was told before."""
+        """The step over all epochs; None for one that was read before."""
         if self._relaunched:
             self._base, self._step_in_epoch, self._epoch = 0, -1, epoch
         if step <= self._step_in_epoch:
@@ -205,27 +194,26 @@ class LogParser:
         self._phase = "training"
         latency = record["latency_s"]
         tokens = record["batch_size"] * record["sequence_length"] / latency if latency else None
-        values = tokens, *map(record.get, _SPEEDS)
-        self._gatherer.add(_THROUGHPUT_NAMES, values, step, record.get("offset", 0))
+        self._add_all({**record, "tokens_per_s": tokens}, step)
 
     def _read_ppo(self, record: dict[str, Any], step: float) -> None:
         self._phase = "training"
         if self._untimed is not None:
-            # the hybrid engine told the times of the step before only after it was given
+            # the hybrid engine prints the times of a step only after its record was given
             untimed, its_step = self._untimed
-            self._add_all(untimed, _TIMES, its_step)
+            self._add_all({name: untimed.get(name) for name in ("offset", *_TIMES)}, its_step)
         self._untimed = (record, step) if record["e2e_s"] is None else None
-        self._add_all(record, _PPO_NAMES, step)
+        self._add_all(record, step)
 
     def _read_loss(self, record: dict[str, Any]) -> None:
         if record["step"] is None:
-            told = f"mean loss {record['loss']:.4g}" if record["loss"] is not None else ""
-            self._event_of_epoch(record, told)
+            text = f"mean loss {record['loss']:.4g}" if record["loss"] is not None else ""
+            self._event_of_epoch(record, text)
             self._add("epoch_loss", record["loss"], self._step, record)
             return
         if self._is_own:  # the mean over all ranks follows
             return
-        # every rank tells its own loss of the same step
+        # every rank prints its own loss of the same step
         again = (record["epoch"], record["step"]) == (self._epoch, self._step_in_epoch)
         step = self._step if again else self._step_of(record["epoch"], record["step"])
         if step is not None:
@@ -273,12 +261,22 @@ class LogParser:
     def _add(self, name: str, value: float | None, step: float, record: dict[str, Any]) -> None:
         self._gatherer.add((name,), (value,), step, record.get("offset", 0))
 
-    def _add_all(self, record: dict[str, Any], names: tuple[str, ...], step: float) -> None:
+    def _add_all(
+        self, record: dict[str, Any], step: float, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add the described quantities of a record, and all that its line of metrics has."""
         _add_other(record)
-        values = tuple(map(record.get, names))
-        self._gatherer.add(names, values, step, record.get("offset", 0))
+        keys = tuple(record)
+        if keys not in self._quantities:
+            if len(self._quantities) == _KEYS_KEPT:  # a hostile log has new names in every line
+                self._quantities.clear()
+            wanted = QUANTITIES.keys() | (metrics or {}).keys() - _NO_QUANTITIES
+            names = tuple(name for name in keys if name in wanted)
+            self._quantities[keys] = names, _getter(names)
+        names, values = self._quantities[keys]
+        self._gatherer.add(names, values(record), step, (metrics or record).get("offset", 0))
 
-    def _tell_not_finite(self, found: NotFinite) -> None:
+    def _note_not_finite(self, found: NotFinite) -> None:
         if found.name not in self._not_finite:
             self._not_finite.add(found.name)
             text = f"{title(found.name)} is {found.value} at step {found.step:g}"
@@ -286,7 +284,7 @@ class LogParser:
 
 
 def _add_other(record: dict[str, Any]) -> None:
-    """Add the time of a step that is neither generation nor training, where both are told."""
+    """Add the time of a step that is neither generation nor training, where both are known."""
     whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
     if whole is not None and generate is not None and train is not None:
         record["other_s"] = max(whole - generate - train, 0.0)

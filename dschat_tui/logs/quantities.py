@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.health import (
@@ -60,14 +61,12 @@ _TABLE = (
         "Share of the tokens that the loss is on.",
         "0.2 to 0.8; near 0 little is learnt from",
     ),
-    Quantity("tokens_per_s", "tokens/s", "/s", "Tokens a second over all devices.", "steady"),
-    Quantity("samples_per_s", "samples/s", "/s", "Samples a second.", "steady"),
-    Quantity(
-        "tflops", "TFLOPs", "", "Arithmetic done a second.", "30 to 60 % of the device's peak"
-    ),
+    Quantity("tokens_per_s", "tokens/s", "/s", "Tokens per second over all devices.", "steady"),
+    Quantity("samples_per_s", "samples/s", "/s", "Samples per second.", "steady"),
+    Quantity("tflops", "TFLOPs", "", "Arithmetic per second.", "30 to 60 % of the device's peak"),
     Quantity("generate_tflops", "generation", "", "TFLOPs of generation.", "far below training's"),
     Quantity("train_tflops", "training", "", "TFLOPs of training.", "30 to 60 % of the peak"),
-    Quantity("latency_s", "micro batch", "s", "Seconds a micro batch.", "steady"),
+    Quantity("latency_s", "micro batch", "s", "Seconds per micro batch.", "steady"),
     Quantity(
         "accuracy",
         "accuracy",
@@ -94,7 +93,9 @@ _TABLE = (
     Quantity("reward", "reward", "", "Mean reward of the answers.", "rising slowly"),
     Quantity("reward_ema", "EMA", "", "Moving average of the reward.", "rising slowly"),
     Quantity("score_mean", "score", "", "Reward model's score before shaping.", "rising slowly"),
-    Quantity("score_std", "score std", "", "Deviation of the scores.", "not shrinking to 0"),
+    Quantity(
+        "score_std", "score std", "", "Standard deviation of the scores.", "not shrinking to 0"
+    ),
     Quantity(
         "reward_at_clip_share",
         "at the clip",
@@ -151,7 +152,7 @@ _TABLE = (
     Quantity("critic_gradient_norm", "critic gradient", "", "Norm.", "0.1 to 10"),
     Quantity("actor_learning_rate", "actor rate", "", "Learning rate.", "as scheduled"),
     Quantity("critic_learning_rate", "critic rate", "", "Learning rate.", "as scheduled"),
-    Quantity("e2e_s", "step", "s", "Seconds a step.", "steady"),
+    Quantity("e2e_s", "step", "s", "Seconds per step.", "steady"),
     Quantity(
         "generate_s",
         "generate",
@@ -173,3 +174,38 @@ QUANTITIES = {quantity.name: quantity for quantity in _TABLE}
 def title(name: str) -> str:
     """What a person reads for a quantity; names that nobody described are shown as they are."""
     return QUANTITIES[name].title if name in QUANTITIES else name.replace("_", " ")
+
+
+def as_markdown() -> str:
+    """The whole of docs/metrics.md, one table for each kind of step."""
+    # here, since the dashboard's first paint does not wait for what it does not need
+    from engine.log.entries import PairStep, PPOStep, SFTStep, quantity_names
+
+    lines = [
+        "# Metrics",
+        "",
+        "Made by `python -m dschat_tui.logs.quantities` from the table there; not edited by hand.",
+        "The names are those of metrics.jsonl and of the `Metrics =>` lines of training.log, the",
+        "titles those of the dashboard.",
+    ]
+    named: dict[str, list[str]] = {
+        "Step 1: SFT": quantity_names(SFTStep),
+        "Step 2: reward model and DPO": quantity_names(PairStep),
+        "Step 3: PPO": quantity_names(PPOStep),
+    }
+    of_steps = {name for names in named.values() for name in names}
+    others = [name for name in QUANTITIES if name not in of_steps]
+    named["Evaluations, and lines of the log without metrics"] = others
+    for heading, names in named.items():
+        lines += ["", f"## {heading}", "", "| name | title | unit | what it is |"]
+        lines += ["| --- | --- | --- | --- |", *_rows(names)]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(names: Sequence[str]) -> list[str]:
+    described = (QUANTITIES[name] for name in names if name in QUANTITIES)
+    return [f"| `{q.name}` | {q.title} | {q.unit} | {q.help} |" for q in described]
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

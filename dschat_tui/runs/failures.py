@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
-from dschat_tui.runs.state import Cause
-from engine.log.causes import RETURN_CODES
+from engine.log.causes import RETURN_CODES, Cause
 from engine.log.read import LogReader
 
 LONGEST_LINE = 400
@@ -27,7 +25,7 @@ def find_cause(log: Path, returncode: int | None, incomplete: list[str], offset:
         for line in file:
             reader.feed(line.decode("utf-8", "replace").rstrip("\r\n"))
     reader.finish()
-    cause = cast("Cause | None", reader.cause)
+    cause = reader.cause
     if cause is not None and cause["id"] != "unknown":
         return cause
     if returncode in RETURN_CODES:

@@ -8,6 +8,7 @@ import uuid
 from typing import Any, TypedDict, cast
 
 from engine.config.steps import BY_NAME, STEPS, Step
+from engine.log.causes import Cause
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
 # of a run alone: it waits at a gate between two steps
@@ -24,14 +25,6 @@ class ProcessIdentity(TypedDict):
 
     pid: int
     started: float | None
-
-
-class Cause(TypedDict):
-    """Why a step failed: the kind, the line of the log that says it, and what to do."""
-
-    id: str
-    line: str
-    advice: str
 
 
 class StepState(TypedDict):

@@ -35,13 +35,13 @@ from dschat_tui.runs.state import (
     PENDING,
     RUNNING,
     STOPPED,
-    Cause,
     RunState,
     StepState,
 )
 from engine.config.loading import load_config
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS, Step
+from engine.log.causes import Cause
 from engine.models.folders import is_complete_model
 
 GRACE_SECONDS = 15.0

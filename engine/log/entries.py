@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from engine.log import write
 from engine.log.write import SEPARATOR, exact, rate_text
 
 Values = Mapping[str, float | str | None]
+
+_NOT_QUANTITIES = ("step", "epoch", "ppo_epoch", "speed", "more")
 
 
 class Entry(Protocol):
@@ -66,7 +68,7 @@ class TrainingStep:
 
     def quantities(self) -> dict[str, float | None]:
         """The quantities by name."""
-        return {name: x for name, x in vars(self).items() if name not in ("step", "speed")}
+        return _without(self, *_NOT_QUANTITIES)
 
     def lines(self) -> list[str]:
         """The line of speed and the line of metrics."""
@@ -212,7 +214,6 @@ class PPOSpeed:
     critic_parameters_b: float | None = None
 
 
-_NOT_QUANTITIES = ("step", "epoch", "ppo_epoch", "speed", "more")
 _OF_CRITIC = (
     "explained_variance", "critic_loss", "value_clip_fraction", "critic_gradient_norm",
     "critic_learning_rate",
@@ -307,6 +308,11 @@ class PPOStep:
     def record(self) -> Values:
         """The quantities, with all digits."""
         return {"kind": "metrics", "step": self.step, **self.quantities()}
+
+
+def quantity_names(kind: type[SFTStep | PairStep | PPOStep]) -> list[str]:
+    """The quantities that a kind of step writes, without those of `more`."""
+    return [field.name for field in fields(kind) if field.name not in _NOT_QUANTITIES]
 
 
 def _without(entry: object, *names: str) -> dict[str, float | None]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dschat_tui.logs import quantities
 from dschat_tui.reference import as_markdown, as_text, find_options
 from engine.config.loading import ConfigError, options
+from engine.log.entries import PairStep, PPOStep, SFTStep, quantity_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,6 +18,19 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_page_of_options_is_current():
     current = (DOCS / "options.md").read_text(encoding="utf-8")
     assert current == as_markdown(), "run: dschat options --markdown > docs/options.md"
+
+
+def test_the_page_of_metrics_is_current():
+    current = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    command = "python -m dschat_tui.logs.quantities > docs/metrics.md"
+    assert current == quantities.as_markdown(), f"run: {command}"
+
+
+@pytest.mark.parametrize("kind", [SFTStep, PairStep, PPOStep])
+def test_every_quantity_that_a_step_writes_is_described(kind):
+    """Or it would stand in no help, in no page, and under its bare name in a chart."""
+    counts = {"total_steps"}
+    assert set(quantity_names(kind)) - counts - set(quantities.QUANTITIES) == set()
 
 
 def test_every_option_is_described():
