@@ -1,4 +1,4 @@
-"""Why a step failed: the root cause among the lines of its log, and the change that mends it.
+"""Why a step failed: the root cause among the lines of its log, and the change that fixes it.
 
 `EXCEPTIONS`, `LINES` and `RETURN_CODES` are the whole knowledge: pattern, id of the cause, advice.
 """
@@ -19,9 +19,9 @@ _MEMORY = (
 )
 _KILLED = (
     "SIGKILL, mostly the host running out of memory: free host memory, use fewer ranks "
-    "(launch.num_accelerators), or set actor.offload=false; `dmesg` tells if it was the kernel."
+    "(launch.num_accelerators), or set actor.offload=false; `dmesg` says whether it was the kernel."
 )
-_STOPPED = "The step was told to stop from outside; resume it when you like."
+_STOPPED = "The step was stopped from outside; resume it when you like."
 _SHARED_MEMORY = "Give /dev/shm more room (in a container: --shm-size=8g, or --ipc=host)."
 _PORT = "Set launch.master_port to a free port, or leave it unset so that one is chosen."
 _BUILD = (
@@ -167,7 +167,7 @@ EXCEPTIONS = (
     _symptom("killed", r"^KeyboardInterrupt", _STOPPED),
 )
 
-# lines that are no exception but tell as much
+# lines that are no exception but say as much
 LINES = (
     _symptom(
         "killed", r"^(?:.*: line \d+: +)?(?:\d+ +)?Killed\b|oom-kill|^Out of memory: K", _KILLED
@@ -193,7 +193,7 @@ LINES = (
     _symptom("permission", r"Permission denied \(publickey", _PERMISSION),
 )
 
-# said of failures that scripts also survive: taken only where nothing better is known
+# scripts also survive such failures: used only where nothing better is known
 _HINTS = (
     _symptom("missing_program", r"^(?:\S+: )*(?:line \d+: )?[\w./+-]+: (?:command )?not found$",
            _PROGRAM),
@@ -261,7 +261,7 @@ class CauseFinder:
     _mismatched_weight: str = ""
 
     def read(self, line: str, records: int) -> None:
-        """Take note of a line that is no training line, cleaned of prefixes and escapes.
+        """Take note of a line that is not about training, without prefixes and escapes.
 
         `records` is how many records the log has given so far: training that went on for long after
         an error has survived it.
@@ -286,10 +286,10 @@ class CauseFinder:
     def _read_message(self, line: str) -> bool:
         """Look for the cause in a further line of an exception's message; True if it is there.
 
-        A message goes on in lines that are indented or announced by a colon before them.
+        A message continues in lines that are indented or announced by a colon before them.
         """
-        goes_on = self._announced or line[:1].isspace()
-        if line.startswith(_END_OF_MESSAGE) or not goes_on:
+        continues = self._announced or line[:1].isspace()
+        if line.startswith(_END_OF_MESSAGE) or not continues:
             self._message_open = self._announced = False
         if not self._message_open:
             return False
@@ -329,13 +329,13 @@ class CauseFinder:
         return None
 
     def raised(self, records: int) -> Cause | None:
-        """Symptom by exceptions alone, for a log that does not tell how it ended."""
+        """Cause by exceptions alone, for a log that does not say how it ended."""
         self._records = records
         candidate = self._alive("specific") or self._alive("exception")
         return candidate.document() if candidate else None
 
     def cause(self, returncode: int | None, exit_line: str, records: int) -> Cause:
-        """Symptom of a failure that ended with a return code, told by `exit_line`."""
+        """Cause of a failure that ended with a return code, which `exit_line` says."""
         self._records = records
         specific = self._alive("specific")
         compiler = self._alive("build_failed")

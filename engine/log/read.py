@@ -359,7 +359,7 @@ class LogReader:
         times: Record = {}
         if not _HYBRID_TIMER.read(line, times):
             return None
-        # with several generations a step, only the first timer tells of the step before
+        # with several generations a step, only the first timer is about the step before
         record, self._ppo_untimed = self._ppo_untimed, None
         if record is not None:
             for name, value in times.items():

@@ -62,14 +62,14 @@ def six_digits(value: float | None) -> str:
 
 
 def rate_text(value: float) -> str:
-    """Operations per second, which nobody knows (nan) for families without a known shape."""
+    """Operations per second; "NA" for nan, of families without a known shape."""
     return "NA" if math.isnan(value) else f"{value:.2f}"
 
 
 def running_training(total_iters: int | None = None) -> str:
-    """Header of the training loop; PPO tells its number of optimizer steps."""
-    told = "" if total_iters is None else f" (total_iters={total_iters})"
-    return f"***** Running training{told} *****"
+    """Header of the training loop; PPO gives its number of optimizer steps."""
+    steps = "" if total_iters is None else f" (total_iters={total_iters})"
+    return f"***** Running training{steps} *****"
 
 
 def beginning_of_epoch(epoch: int, epochs: int, batches: int, generation: bool = False) -> str:
@@ -201,17 +201,17 @@ def metrics(step: int, values: Mapping[str, float | None]) -> str:
 
 
 def phase(name: str, percent: int | None = None) -> str:
-    """What the step is busy with before or between training, such as `tokenising`."""
+    """What the step does before or between training, such as `tokenising`."""
     return f"Phase => {_one_line(name)}" + ("" if percent is None else f" {percent} %")
 
 
 def note(text: str) -> str:
-    """Something a person should know."""
+    """Information for the reader of the log."""
     return f"Note => {_one_line(text)}"
 
 
 def warning(text: str) -> str:
-    """Something a person should look after."""
+    """Something that needs attention."""
     return f"Warning => {_one_line(text)}"
 
 
