@@ -1,10 +1,8 @@
 """The lines that we write into training.log.
 
-With the wording of DeepSpeed-Chat, so that its users' scripts keep working: `running_training`,
-`beginning_of_epoch`, `saving_model`, `optimizer_step`, `evaluating`, `perplexity`, `step_loss`,
-`throughput`, `reward_scores`, `reward_scores_at`, `epoch_loss`, `dpo_scores`, `PPOStep`,
-`skipped_both`, `prompts_printed`, `answers_printed`; and with words of our own: `metrics`, `phase`,
-`note`, `warning`, `step_finished`. `engine.log.read` reads each of them back.
+With the wording of DeepSpeed-Chat where it has the line, so that its users' scripts keep working;
+`metrics`, `phase`, `note`, `warning` and `step_finished` are ours. `engine.log.read` reads each back,
+and `engine.log.entries` puts those of a step or an evaluation together.
 """
 
 from __future__ import annotations
