@@ -307,7 +307,8 @@ def _held(parameter: nn.Parameter) -> Tensor:
 
 def _random_states() -> dict[str, Any]:
     """The states of all global generators, as plain values and tensors."""
-    kind, keys, *rest = numpy.random.get_state()
+    numbers: Any = numpy.random.get_state()
+    kind, keys, *rest = numbers
     version, internal, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),

@@ -63,6 +63,8 @@ def standing(builder: str) -> dict[str, str]:
             return {"state": "unbuilt", "detail": ""}
         # Not by its builder, which builds anew what an update has made stale.
         spec = importlib.util.spec_from_file_location(operator.name, built)
+        assert spec is not None
+        assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:  # linkers and drivers fail in ways of their own
         return {"state": "fails", "detail": _in_one_line(error)}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 LOCAL_FILES = "local/jsonfile"
 """The name that stands for data/train.json and data/eval.json."""
@@ -134,12 +134,19 @@ def _dialogue(text: str, mark: re.Pattern[str]) -> list[dict[str, str]]:
     return [{"role": "system", "content": before.strip()}, *turns]
 
 
-_PAIR = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-_MIRACL = {
+class _Columns(TypedDict):
+    """Columns that several data sets share, as fields of `Entry`."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+_PAIR: _Columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+_MIRACL: _Columns = {
     "prompt": "query",
     "chosen": "positive_passages.0.text",
     "rejected": "negative_passages.0.text",
-    "held_out": "dev",
 }
 
 DATA_SETS = (
@@ -216,6 +223,7 @@ DATA_SETS = (
         "Cohere/miracl-zh-queries-22-12",
         "zh",
         **_MIRACL,
+        held_out="dev",
         licence="apache-2.0",
         size="1.3 thousand + 393 rows",
     ),
@@ -243,7 +251,7 @@ DATA_SETS = (
         hub_id="apple/mkqa",
         licence="cc-by-3.0",
     ),
-    Entry("Cohere/miracl-ja-queries-22-12", "ja", **_MIRACL, licence="unknown"),
+    Entry("Cohere/miracl-ja-queries-22-12", "ja", **_MIRACL, held_out="dev", licence="unknown"),
     Entry(
         "lmqg/qg_jaquad",
         "ja",

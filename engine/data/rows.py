@@ -77,8 +77,12 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
             raise UnusableRow("empty", _nothing_in(row, schema.text))
         return {"text": text}
     if schema.entry:
-        columns = {name: name for name in ("prompt", "chosen", "rejected") if vars(schema)[name]}
-        return normalise(schema.entry.read(row), Schema(**columns), where)
+        plain = Schema(
+            prompt=schema.prompt and "prompt",
+            chosen=schema.chosen and "chosen",
+            rejected=schema.rejected and "rejected",
+        )
+        return normalise(schema.entry.read(row), plain, where)
     chosen = rejected = None
     all_answers = False
     if schema.prompt:

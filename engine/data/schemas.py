@@ -223,7 +223,7 @@ def schema_of(source: DataSource) -> Schema | None:
         return Schema(prompt="prompt", chosen="chosen", rejected="rejected")
     if not is_local(source.path):
         entry = None if source.columns else catalogue.entry_for(source.path)
-        return entry and _schema_of_entry(entry)
+        return None if entry is None else _schema_of_entry(entry)
     rows = (row for file in local_parts(source.path)["train"] for _, row in read_rows(file))
     return find_schema(itertools.islice(rows, ROWS_LOOKED_AT), source)
 

@@ -194,11 +194,13 @@ def _tokenise_in_processes(
         for process in processes:
             process.kill()
             process.wait()
+            assert process.stdout is not None
             process.stdout.close()
 
 
 def _raise_failure(process: subprocess.Popen[bytes]) -> None:
     """Raise what a process that has ended raised, if it did."""
+    assert process.stdout is not None
     error = process.stdout.read()
     if error:
         raise pickle.loads(error)

@@ -242,6 +242,7 @@ def additive_mask(
     if attention_mask is None and (new == 1 or new == length):
         return None
     if new == 1:
+        assert attention_mask is not None
         allowed = attention_mask.bool()[:, None, None, :]
     else:
         position = torch.arange(length, device=device)
@@ -384,7 +385,9 @@ class PackedDecoder:
             self._read_embeddings(model, packer, reading)
         reading.finish()
 
-    def _read_layers(self, layers: Any, kind: type[_Layer], packer: Packer, read: _Reading) -> None:
+    def _read_layers(
+        self, layers: Any, kind: Callable[[Any, Packer], _Layer], packer: Packer, read: _Reading
+    ) -> None:
         self.layers: list[Any] = []
         for layer in layers:
             self.layers.append(read(lambda module: kind(module, packer), layer))

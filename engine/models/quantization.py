@@ -128,8 +128,8 @@ def quantize_frozen(model: nn.Module) -> FrozenBytes:
             f"mixz.enabled, but no frozen weight has more than {_SMALLEST_TENSOR} elements, so "
             "there is nothing to gain with this model; set mixz.enabled=false"
         )
-    totals = [int(total) for total in sum_over_ranks(*counts)]
-    return FrozenBytes(*totals, quantized=quantized)
+    before, after, large_before, large_after = map(int, sum_over_ranks(*counts))
+    return FrozenBytes(before, after, large_before, large_after, quantized)
 
 
 def _quantized(shard: Tensor, quantizer: CUDAQuantizer) -> Tensor:

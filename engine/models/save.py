@@ -93,6 +93,7 @@ def _write_weights(model: PreTrainedModel, values: Values, folder: Path | None) 
     pending: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def keep(read: dict[str, Tensor]) -> None:
+        assert folder is not None
         for name, value in revert_weight_conversion(model, read).items():
             file = split.tensor_to_filename[name]
             pending[file][name] = value.contiguous()
@@ -158,7 +159,8 @@ def _parts(
         block = _BLOCK.match(name)
         blocks[name if block is None else block.group()][name] = tensor
     position = {name: index for index, name in enumerate(written)}
-    parts, shapes = [], {}
+    parts = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for part in blocks.values():
         becomes = _shapes(revert_weight_conversion(model, _meta(part)))
         parts.append((min(position.get(name, 0) for name in becomes), part))

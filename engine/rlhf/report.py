@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,9 +30,22 @@ class StepTimes:
     train_s: float
 
 
-def answer_metrics(
-    experience: Experience, rewards: Tensor, reward_clip: float
-) -> dict[str, float | None]:
+class AnswerMetrics(TypedDict):
+    """What a step's answers were like, by the names of metrics.jsonl."""
+
+    reward: float
+    score_mean: float
+    score_std: float
+    reward_at_clip_share: float
+    kl: float
+    entropy: float
+    explained_variance: float | None
+    answer_length: float
+    eos_share: float
+    empty_answers: int
+
+
+def answer_metrics(experience: Experience, rewards: Tensor, reward_clip: float) -> AnswerMetrics:
     """What a step's answers were like, over all ranks; a collective of all ranks.
 
     Args:
@@ -57,7 +70,7 @@ def answer_metrics(
         explained = float(
             explained_variance(experience.values, experience.returns, experience.mask)
         )
-    metrics: dict[str, Any] = {
+    return {
         "reward": float(reward),
         "score_mean": float(score_mean),
         "score_std": math.sqrt(score_variance),
@@ -69,7 +82,6 @@ def answer_metrics(
         "eos_share": ended_count / count,
         "empty_answers": int(empty),
     }
-    return metrics
 
 
 def step_speed(
@@ -81,17 +93,18 @@ def step_speed(
     dtype: torch.dtype,
 ) -> PPOSpeed:
     """What a generation step took, on this rank."""
-    shape, width = experience.ids.shape, experience.mask.shape[1]
+    rows, length = experience.ids.shape
+    width = experience.mask.shape[1]
     # Actor and reference, critic and reward model read each answer once.
-    scoring = 2 * forward_flops(engine.actor_shape, *shape, logits_tokens=width)
+    scoring = 2 * forward_flops(engine.actor_shape, rows, length, logits_tokens=width)
     models = 1 if engine.critic is None else 2
-    scoring += models * forward_flops(engine.reward_shape, *shape, head="score")
+    scoring += models * forward_flops(engine.reward_shape, rows, length, head="score")
     element = torch.finfo(dtype).bits // 8
     moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
     critic_parameters = engine.critic_parameters
     return PPOSpeed(
         batch_size=len(experience) * world_size(),
-        sequence_length=shape[1],
+        sequence_length=length,
         answer_length_limit=width,
         tflops=(cost.flops + update_flops + scoring) / times.e2e_s / 1e12,
         generate_tflops=cost.flops / times.generate_s / 1e12,

@@ -67,12 +67,13 @@ class Rollouts:
             ]
         seconds = time.perf_counter() - started
         self._report_hybrid_engine()
-        widths = [generation.answers.shape[1] for generation in generations]
-        flops = sum(
-            generation_flops(self._shape, *prompts.shape, width)
-            for (prompts, _), width in zip(batches, widths, strict=True)
-        )
-        return generations, GenerationCost(seconds, flops, sum(widths))
+        flops, passes = 0.0, 0
+        for (prompts, _), generation in zip(batches, generations, strict=True):
+            rows, prompt_width = prompts.shape
+            width = generation.answers.shape[1]
+            flops += generation_flops(self._shape, rows, prompt_width, width)
+            passes += width
+        return generations, GenerationCost(seconds, flops, passes)
 
     def _report_hybrid_engine(self) -> None:
         """Say in the log, once, why the hybrid engine switched itself off."""

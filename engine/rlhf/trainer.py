@@ -328,9 +328,11 @@ class PPOTrainer:
         """Operations of a forward and a backward pass of actor or critic."""
         layout: RoleConfig = getattr(self.context.config, role)
         is_actor = role == "actor"
+        rows, tokens = rows_and_tokens
         return training_flops(
             self.engine.actor_shape if is_actor else self.engine.critic_shape,
-            *rows_and_tokens,
+            rows,
+            tokens,
             checkpointing=layout.gradient_checkpointing,
             frozen_base=layout.lora.only,
             head="lm" if is_actor else "score",
@@ -369,9 +371,11 @@ class PPOTrainer:
             critic_learning_rate=critic_learning_rate,
             tokens_per_s=answers["answer_length"] * count / times.generate_s,
             total_steps=self.total_steps,
-            **vars(times),
+            e2e_s=times.e2e_s,
+            generate_s=times.generate_s,
+            train_s=times.train_s,
         )
-        metrics = reported.quantities()
+        metrics = {name: x for name, x in reported.quantities().items() if x is not None}
 
         # 2. The log, TensorBoard and the rollouts.
         report.write(reported)

@@ -5,11 +5,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from torch import Tensor
 
 from engine.algorithms.policy import PolicyLoss, ValueLoss
 from engine.distributed import max_over_ranks, sum_over_ranks
+
+
+class UpdateMetrics(TypedDict):
+    """What the updates did, by the names of metrics.jsonl; None where there is no such loss."""
+
+    actor_loss: float
+    critic_loss: float | None
+    unsupervised_loss: float | None
+    approx_kl: float
+    clip_fraction: float
+    value_clip_fraction: float | None
+    first_ratio_mean: float
+    ratio_mean: float
+    ratio_max: float
+    actor_gradient_norm: float
+    critic_gradient_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,7 @@ class UpdateTotals:
         flops: of this rank.
     """
 
-    metrics: dict[str, float | None]
+    metrics: UpdateMetrics
     tokens: float
     flops: float
 
@@ -78,7 +95,7 @@ class UpdateStats:
                 "ratio_mean": sums["ratio"] / tokens,
                 "ratio_max": max_over_ranks(self.ratio_max),
                 "actor_gradient_norm": self.actor_gradient_norm,
-                "critic_gradient_norm": self.critic_gradient_norm,
+                "critic_gradient_norm": self.critic_gradient_norm if has_critic else None,
             },
             tokens,
             self.flops,

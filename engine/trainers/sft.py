@@ -110,15 +110,16 @@ class SFTTrainer:
         seconds = time.perf_counter() - started
         samples = sum(len(cut) for cut in cuts)
         width = max(batch["input_ids"].shape[1] for batch in batches)
-        flops = sum(
-            training_flops(
+        flops = 0.0
+        for batch in batches:
+            batch_rows, batch_width = batch["input_ids"].shape
+            flops += training_flops(
                 self.shape,
-                *batch["input_ids"].shape,
+                batch_rows,
+                batch_width,
                 checkpointing=config.actor.gradient_checkpointing,
                 frozen_base=config.actor.lora.only,
             )
-            for batch in batches
-        )
         if config.logging.print_loss:
             own_loss = float(loss_sum) / max(1, trained_tokens)
             report.every_rank(write.step_loss(epoch, step, rank(), own_loss))
