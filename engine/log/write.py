@@ -1,7 +1,7 @@
 """The lines that we write into training.log.
 
 With the wording of DeepSpeed-Chat where it has the line, so that its users' scripts keep working;
-`metrics`, `phase`, `note`, `warning` and `step_finished` are ours. `engine.log.read` reads each back,
+`metrics`, `phase`, `note`, `warning` and `step_finished` are ours. `engine.log.read` reads them,
 and `engine.log.entries` puts those of a step or an evaluation together.
 """
 
