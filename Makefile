@@ -6,7 +6,7 @@ TORCH := 2.13.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-gpu lint format bench bench-gpu clean
+.PHONY: demo test test-fast test-gpu lint format bench bench-gpu clean
 
 demo: $(VENV)/installed
 	rm -rf output/demo
@@ -15,6 +15,10 @@ demo: $(VENV)/installed
 # Two workers: many tests wait for processes that they start; more only get in each other's way.
 test: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+# A check while one works: nothing that starts processes or takes long.
+test-fast: $(VENV)/installed
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -m gpu
