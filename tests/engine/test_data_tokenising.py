@@ -240,6 +240,17 @@ def test_processes_end_with_the_one_that_started_them(config, tokenizer, tmp_pat
     assert len(list(work.glob("*.arrow"))) <= done + 2
 
 
+@pytest.mark.slow
+def test_two_ranks_tokenise_and_make_batches_whatever_their_collectives_allow():
+    script = Path(__file__).parents[2] / "benchmarks" / "tokenising.py"
+    command = [sys.executable, str(script), "--rows", "2000", "--timeout", "2"]
+    output = subprocess.run(
+        command, env=free_environment(), capture_output=True, text=True, timeout=200, check=True
+    ).stdout
+    assert "rank 0: tokenised 1,900 rows" in output
+    assert "rank 1: waited for 1,900 rows" in output
+
+
 def wait_for(condition, seconds=100):
     deadline = time.monotonic() + seconds
     while not condition():
