@@ -32,7 +32,7 @@ from engine.data.sources import Note
 
 ROWS_OF_A_CHUNK = 2048
 ROWS_FOR_A_PROCESS = 10_000  # fewer take less time than the start of a process
-_MOST_PROCESSES = 64  # each takes some 200 MB
+_MOST_PROCESSES = 64  # each takes some 200 MB beside the files that it maps
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
