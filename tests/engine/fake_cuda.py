@@ -28,16 +28,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
 from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from engine.operators import why_not_loaded
 
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -310,6 +312,10 @@ class _Accelerator(CPU_Accelerator):
     def ByteTensor(self) -> Any:
         return partial(torch.tensor, dtype=torch.uint8, device="cuda")
 
+    def get_op_builder(self, class_name: str) -> Any:
+        """None builds: their kernels would be those of the CPU."""
+        return NotImplementedBuilder
+
     def on_accelerator(self, tensor: Tensor) -> bool:
         return _marks.on_device(tensor)
 
@@ -372,8 +378,6 @@ def fake_cuda() -> Iterator[None]:
     patch.setattr(
         torch.distributed.distributed_c10d, "_get_object_coll_device", lambda *_: "cuda:0"
     )
-    for name in ("fused_adam", "cpu_adam", "quantizer", "async_io"):
-        patch.setitem(deepspeed.ops.__compatible_ops__, name, False)
     with ExitStack() as stack:
         stack.callback(patch.undo)
         constructors.update(wrappers.values())
@@ -383,6 +387,9 @@ def fake_cuda() -> Iterator[None]:
         # Makes `torch.tensor` move what it read by an operation that modes can see.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
+        # What one accelerator's operators are, the other must not remember.
+        why_not_loaded.cache_clear()
+        stack.callback(why_not_loaded.cache_clear)
         set_accelerator(_Accelerator())
         stack.callback(set_accelerator, before)
         stack.enter_context(_Dispatch())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 import torch.distributed as dist
 from device_cases import FEATURES, TRAINERS, build_models, chat, configured, feature, mixz, resumes
 from fake_cuda import WrongDevice, fake_cuda
-from launched import launch
 from resumed import records
 from small_run import configuration
 
 from engine.config.loading import to_yaml
 from engine.config.placement import Placement
 from engine.evaluation import evaluate, score_pairs
-from engine.models.folders import is_complete_model
 from engine.trainers.context import StepContext
 
 
@@ -83,14 +80,6 @@ def test_evaluation_on_the_device(run, group, tmp_path):
 def test_the_chat_on_the_device(placement, models, group, tmp_path):
     with fake_cuda():
         chat(placement, models, tmp_path)
-
-
-@pytest.mark.slow
-def test_two_ranks_hand_the_device_to_every_collective(models, tmp_path):
-    worker = Path(__file__).with_name("fake_cuda_worker.py")
-    launch(worker, tmp_path, models["llama"], timeout=300)
-    assert is_complete_model(tmp_path / "step3-rlhf/actor_ema")
-    assert [row["step"] for row in records(tmp_path, "ppo")] == [0]
 
 
 def test_a_batch_left_on_the_host_is_noticed(models, group, tmp_path, monkeypatch):

@@ -181,3 +181,11 @@ def test_under_zero_3_on_two_ranks_a_resumed_step_equals_an_uninterrupted_one(tw
     assert len(broken) == len(whole)
     for found, expected in zip(broken, whole, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["sft", "ppo"])
+def test_two_ranks_hand_tensors_of_their_device_to_every_collective(two_ranks, step):
+    """NCCL takes no others: the fake device raises in the worker."""
+    steps = [row["step"] for row in records(two_ranks / "fake-cuda", step) if "total_steps" in row]
+    assert steps == [0, 1]
