@@ -63,7 +63,7 @@ class ActorAverage:
         shard = self.shards[self._index[id(parameter)]]
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if world_size() == 1:
-            return shard[: shape.numel()].view(shape)
+            return shard[: shape.numel()].view(shape).to(device())
         size = _slice_size(shape.numel())
         own = torch.zeros(size, device=device())
         own[: len(shard)] = shard

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from actor_average_run import CASES, check
 from launched import launch
 from matrix_run import small_model
 
 from engine.config.layout import whole_checkpoints
 from engine.models.folders import missing_parts
+from engine.trainers import actor_average
+from engine.trainers.actor_average import ActorAverage
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,17 @@ def model(tmp_path_factory) -> str:
 def test_on_one_rank(case, model, group, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     check(case, model, tmp_path)
+
+
+def test_an_average_on_the_host_is_given_where_the_model_computes(monkeypatch):
+    # As if the model were on another device than the host.
+    monkeypatch.setattr(actor_average, "device", lambda: torch.device("meta"))
+    model = torch.nn.Linear(3, 2)
+    average = ActorAverage(SimpleNamespace(module=model), 0.5, on_host=True)
+    assert {shard.device.type for shard in average.shards} == {"cpu"}
+    with average.values([model.weight]) as (value,):
+        assert value.device.type == "meta"
+        assert value.shape == (2, 3)
 
 
 @pytest.fixture(scope="module")
