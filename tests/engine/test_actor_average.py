@@ -13,8 +13,8 @@ from matrix_run import small_model
 
 from engine.config.layout import whole_checkpoints
 from engine.models.folders import missing_parts
-from engine.trainers import actor_average
-from engine.trainers.actor_average import ActorAverage
+from engine.rlhf import actor_average
+from engine.rlhf.actor_average import ActorAverage
 
 
 @pytest.fixture(scope="module")
