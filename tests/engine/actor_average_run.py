@@ -19,6 +19,7 @@ from engine.models.load import load_causal_lm, load_tokenizer
 from engine.models.lora import add_lora, lora_layers, parameter_groups
 from engine.models.save import save_model
 from engine.precision import dtype_name
+from engine.report import Report
 from engine.rlhf.actor_average import ActorAverage
 from engine.trainers.engines import training_engine, zero3_loading
 
@@ -111,7 +112,8 @@ def build_actor(case: Case, path: str) -> deepspeed.DeepSpeedEngine:
     if case.lora != "none":
         add_lora(model, LoraConfig(rank=2, alpha=6, only=case.lora == "only"))
     groups = parameter_groups(model, 1e-2, 0.0, 1e-2)
-    engine = training_engine(model, config, groups, configuration().ppo, STEPS)
+    report = Report(Path(path))
+    engine = training_engine(model, config, groups, configuration().ppo, STEPS, report)
     if case.stage == 3 and case.lora == "none":
         # What ZeRO-3 keeps gathered between steps is stored apart from its shards.
         assert len({p.ds_persist for p in model.parameters()}) == 2
