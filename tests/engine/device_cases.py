@@ -115,7 +115,7 @@ FEATURES = {
             *both("zero_stage=2", "offload=true", "lora.rank=4"),
         ),
     ),
-    "ppo zero3 bf16 hybrid only-lora": Case(
+    "ppo zero3 bf16 hybrid offload only-lora": Case(
         "ppo",
         "llama",
         (
@@ -123,7 +123,8 @@ FEATURES = {
             "hybrid_engine.enabled=true",
             "ema.enabled=true",
             "logging.print_answers=true",
-            *both("zero_stage=3", "lora.rank=4", "lora.only=true", "gradient_checkpointing=true"),
+            *both("zero_stage=3", "offload=true", "lora.rank=4", "lora.only=true"),
+            *both("gradient_checkpointing=true"),
         ),
     ),
     "ppo zero3 fp32 hybrid offload": Case(
