@@ -111,7 +111,8 @@ def compare(config: RunConfig, step: StepName, folder: Path) -> dict[str, tuple[
     folder.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(deep=True)
     batch = config.ppo.rollout_batch_size if step == "ppo" else getattr(config, step).batch_size
-    data = write_data(folder / "data.jsonl", rows=6 * batch + 40)
+    longest = max(config.sft.max_length, config.reward.max_length, config.ppo.max_answer_length)
+    data = write_data(folder / "data.jsonl", rows=6 * batch + 40, numbers=longest)
     config.data.sources = [DataSource(path=str(data))]
     measured = measure(config, step, folder)
     config.ppo.max_prompt_length = measured.prompt or config.ppo.max_prompt_length
@@ -122,11 +123,11 @@ def compare(config: RunConfig, step: StepName, folder: Path) -> dict[str, tuple[
     }
 
 
-def write_data(file: Path, rows: int) -> Path:
-    """Pairs whose answers fill any length, after prompts that all have one length."""
+def write_data(file: Path, rows: int, numbers: int) -> Path:
+    """Pairs whose answers have more than `numbers` tokens, after prompts of one length."""
     pairs = []
     for number in range(rows):
-        counted = " ".join(str(number + each) for each in range(100))
+        counted = " ".join(str(number + each) for each in range(numbers))
         prompt = f"Count on from {number % 10}."
         pairs.append({"prompt": prompt, "chosen": f"Yes: {counted}", "rejected": f"No: {counted}"})
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -7,14 +7,18 @@ compare with what autograd saves in the models themselves.
 
 from __future__ import annotations
 
-from engine.planning.shapes import ModelShape
+from collections.abc import Iterable
+
+from engine.planning.shapes import LinearLayer, ModelShape
 
 # Largest piece of logits that is converted to fp32 at once, as in engine.algorithms.log_probs.
 _LOGITS_CHUNK = 2**24
+# Queries, keys and values are views of one tensor.
+_FUSED_PROJECTIONS = ("gpt2", "gpt_neox")
 _COMPOSED_ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_python")
 
 
-def saved_bytes_per_token(
+def saved_blocks_per_token(
     shape: ModelShape,
     element: int,
     seq: int,
@@ -22,82 +26,104 @@ def saved_bytes_per_token(
     on_cpu: bool = False,
     lora_rank: int = 0,
     lora_layers: int = 0,
-) -> int:
-    """Bytes a token that one block keeps for the backward pass.
+    frozen_base: bool = False,
+) -> list[int]:
+    """Bytes per token of each tensor that one block keeps for the backward pass.
 
     Args:
         shape: the model.
         element: bytes of a number: 2 or 4.
-        seq: tokens a row, on which masks and unfused scores depend.
+        seq: tokens per row, on which masks and unfused scores depend.
         dropout: None for that of the model's config.
         on_cpu: CPU kernels keep dropout masks in the number's format and fuse no attention dropout.
         lora_rank: rank of adapters.
         lora_layers: layers of the block that carry one.
+        frozen_base: the adapters train alone.
     """
     hidden, inner, queries = shape.hidden, shape.inner, shape.heads * shape.head_size
     keys = shape.key_value_heads * shape.head_size
     hidden_dropout = shape.dropout if dropout is None else dropout
     attention_dropout = shape.attention_dropout if dropout is None else dropout
 
-    # Norms: of their inputs and outputs; RMS norms compute in fp32 and keep that copy.
+    # Norms: of their inputs and outputs; RMS norms compute in fp32 and keep that copy. What they
+    # have normalised is there for the gradient of their weight alone.
+    weighted = 0 if frozen_base else 1
     if not shape.gated:
-        norms = 4 * hidden * element
+        norms = [element * hidden] * 4
     elif shape.family == "gemma3_text":
-        norms = 4 * 8 * hidden + 2 * hidden * element
+        norms = [4 * hidden] * (4 + 4 * weighted) + [element * hidden] * 2
     else:
-        norms = 2 * (4 + 2 * element) * hidden
+        norms = [4 * hidden] * 2 + [element * hidden] * (2 + 2 * weighted)
     if shape.family == "qwen3":
-        norms += (4 + element) * (queries + keys)
+        norms += [4 * queries, 4 * keys, *[element * queries, element * keys] * weighted]
     if shape.family == "gemma3_text":
-        norms += 8 * (queries + keys)
+        norms += [4 * queries, 4 * keys] * (1 + weighted)
 
     # Attention: queries, keys and values (both repeated to all heads), output, log-sum and mask.
     scores = shape.heads * seq
     if shape.family == "bloom":
         # The softmax is in fp32, and cast back where the model is not.
-        attention = 4 * queries * element + (6 if element == 2 else 4) * scores
-        if attention_dropout:
-            attention += element * scores
+        attention = [element * queries] * 4 + [4 * scores]
+        attention += [element * scores] * ((element == 2) + bool(attention_dropout))
     elif attention_dropout and on_cpu:
-        attention = 12 * queries + 12 * scores + queries * element
+        attention = [4 * queries, 4 * scores] * 3 + [element * queries]
     else:
-        attention = 4 * queries * element + 4 * shape.heads + seq * element
+        attention = [element * queries] * 4 + [4 * shape.heads, element * seq]
+        if shape.family in _FUSED_PROJECTIONS:
+            attention[:3] = [3 * element * queries]
         if shape.family == "gpt_neox":
-            # Queries and keys are rotated copies beside the one fused product.
-            attention += 2 * queries * element
+            # Rotated copies of queries and keys, beside the fused product that has the values.
+            attention += [element * queries] * 2
 
     if shape.gated:
-        mlp = 4 * inner
+        activations = 4
     elif shape.activation == "relu":
-        mlp = inner
+        activations = 1
     else:
-        mlp = (5 if shape.activation in _COMPOSED_ACTIVATIONS else 2) * inner
+        activations = 5 if shape.activation in _COMPOSED_ACTIVATIONS else 2
+    masks = 2 if hidden_dropout and not shape.gated else 0
+    return [
+        *norms,
+        *attention,
+        *[element * inner] * activations,
+        *[hidden * (element if on_cpu else 1)] * masks,
+        *[element * lora_rank] * lora_layers,
+    ]
 
-    masks = 2 * hidden * (element if on_cpu else 1) if hidden_dropout and not shape.gated else 0
-    return norms + attention + mlp * element + masks + lora_layers * lora_rank * element
 
-
-def freed_bytes_per_token(shape: ModelShape, element: int, lora_outputs: int = 0) -> int:
-    """Bytes a token that one block makes in its forward pass and lets go before the pass ends.
+def freed_blocks_per_token(
+    shape: ModelShape,
+    element: int,
+    adapted: Iterable[LinearLayer] = (),
+    frozen_base: bool = False,
+) -> list[int]:
+    """Bytes per token of each tensor that one block makes in its forward pass and lets go again.
 
     Without scores of attention that is not fused.
 
     Args:
         shape: the model.
         element: bytes of a number: 2 or 4.
-        lora_outputs: outputs of the block's adapted layers together.
+        adapted: the block's layers with adapters.
+        frozen_base: the adapters train alone.
     """
     hidden, queries = shape.hidden, shape.heads * shape.head_size
     keys = shape.key_value_heads * shape.head_size
     # A layer's output, its adapter's, that scaled.
-    adapters = 3 * element * lora_outputs
+    adapters = [element * layer.outputs for layer in adapted for _ in range(3)]
     if not shape.gated:
-        return 7 * element * hidden + adapters
-    # Squares for RMS norms in fp32, and from 16 bits the normed input too.
-    normed = 2 * hidden + (queries + keys if shape.family == "qwen3" else 0)
-    norms = (4 if element == 4 else 8) * normed
-    rotation = 4.5 * (queries + keys)
-    return int(element * (3 * hidden + rotation)) + norms + adapters
+        # BLOOM's activation is put together from operations; ReLU keeps what it gives instead.
+        wide = 8 if shape.family == "bloom" else shape.activation == "relu"
+        return [element * hidden] * 3 + [element * shape.inner] * wide + adapters
+    # Squares for RMS norms in fp32, and from 16 bits the normed input too; what nobody keeps for
+    # the gradient of a weight goes as well.
+    normed = [hidden] * (4 if shape.family == "gemma3_text" else 2)
+    normed += [queries, keys] if shape.family in ("qwen3", "gemma3_text") else []
+    norms = [4 * width for width in normed] * ((1 if element == 4 else 2) + frozen_base)
+    # Queries and keys: products, their halves swapped (one of them negated), what is summed.
+    rotation = [element * width for width in (queries, keys)] * 4
+    rotation += [element * width // 2 for width in (queries, keys)]
+    return [element * hidden] * 3 + rotation + norms + adapters
 
 
 def working_bytes_per_token(shape: ModelShape, element: int) -> int:

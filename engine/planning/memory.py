@@ -13,9 +13,9 @@ offload      master copy, Adam, gradients, an fp32 copy of them on the host; sta
 
 Stages 1 to 3 reduce gradients through a bucket on the device, of T numbers but at most 5e8.
 
-On a CPU freed blocks count too: glibc keeps those of up to 32 MiB in its heap, and a hole takes no
-new block of its own size, as torch asks for aligned ones, which need some bytes more. With small
-models that is up to half of the process.
+On a CPU freed blocks count too: glibc keeps those below 32 MiB in its heap, and a hole takes no new
+block of its own size, as torch asks for aligned ones, which need some bytes more. With small models
+that is up to half of the process. Larger blocks are mapped one by one and given back when freed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Literal
 from engine.config.schema import PretrainingStyleStep, RoleConfig, RunConfig, StepConfig
 from engine.config.steps import StepName
 from engine.planning.activations import (
-    freed_bytes_per_token,
+    freed_blocks_per_token,
     logits_scoring_bytes,
     logits_training_bytes,
-    saved_bytes_per_token,
+    saved_blocks_per_token,
     working_bytes_per_token,
 )
 from engine.planning.flops import kv_cache_bytes
@@ -55,8 +55,8 @@ _PACKED_FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
 _FUSED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # What the first step leaves in a process on a CPU beside tensors, as measured.
 _CPU_HEAP = 30 * 2**20
-# Larger blocks are no part of glibc's heap (its DEFAULT_MMAP_THRESHOLD_MAX).
-_HEAP_BLOCK = 32 * 2**20
+# Blocks of this size and above are no part of glibc's heap (its DEFAULT_MMAP_THRESHOLD_MAX).
+_MAPPED_BLOCK = 32 * 2**20
 # Holes in the heap, as measured: shares of what a forward pass allocates and frees. While scoring
 # that is all of it; what is kept of the answers, and of weights that ZeRO-3 gathers, divides holes.
 _HOLES_OF_TRAINING, _HOLES_OF_SCORING, _HOLES_OF_SCORING_ZERO_3 = 0.6, 0.35, 0.65
@@ -312,30 +312,34 @@ class _Model:
             ]
         return [place.item(self.name, "reduction bucket", bucket, phase) for phase in phases]
 
-    def block_bytes(
+    def block_tensors(
         self, place: _Place, role: RoleConfig, seq: int, dropout: float | None
-    ) -> tuple[int, int]:
-        """Bytes a token that a block's forward pass leaves for the backward pass, and frees."""
+    ) -> tuple[list[int], list[int]]:
+        """Bytes per token of the tensors that a block's forward pass leaves for the backward pass,
+        and of those that it frees.
+        """
         shape, element = self.shape, place.element
         adapted = shape.lora_layers(role.lora.targets) if role.lora.rank else []
-        saved = saved_bytes_per_token(
+        adapted = adapted[: len(adapted) // shape.layers]
+        saved = saved_blocks_per_token(
             shape,
             element,
             seq,
             dropout,
             on_cpu=place.device == "cpu",
             lora_rank=role.lora.rank,
-            lora_layers=len(adapted) // shape.layers,
+            lora_layers=len(adapted),
+            frozen_base=self.adapters_only,
         )
-        outputs = sum(layer.outputs for layer in adapted) // shape.layers
-        return saved, freed_bytes_per_token(shape, element, outputs)
+        return saved, freed_blocks_per_token(shape, element, adapted, self.adapters_only)
 
     def training_activations(
         self, place: _Place, role: RoleConfig, rows: int, seq: int, dropout: float | None
     ) -> list[Item]:
         """What the forward pass leaves for the backward pass."""
         shape, element, tokens = self.shape, place.element, rows * seq
-        saved, freed = self.block_bytes(place, role, seq, dropout)
+        kept, freed = self.block_tensors(place, role, seq, dropout)
+        saved = sum(kept)
         outside = 3 * element * shape.hidden
         working = working_bytes_per_token(shape, element)
         if role.gradient_checkpointing:
@@ -345,14 +349,25 @@ class _Model:
         phase = f"train {self.name}"
         return [
             place.item(self.name, "activations", per_token * tokens, phase),
-            *self.holes(place, tokens, _HOLES_OF_TRAINING * freed, phase),
+            *self.holes(place, tokens, freed, _HOLES_OF_TRAINING, phase),
         ]
 
-    def holes(self, place: _Place, tokens: int, per_token: float, phase: str) -> list[Item]:
-        """Room between blocks of the C library's heap, by bytes a token and block of the model."""
-        if place.device != "cpu" or place.element * self.shape.hidden * tokens > _HEAP_BLOCK:
+    def holes(
+        self, place: _Place, tokens: int, freed: list[int], share: float, phase: str
+    ) -> list[Item]:
+        """Room between blocks of the C library's heap, after a forward pass over `tokens`.
+
+        Args:
+            place: a CPU, or there are none.
+            tokens: of the pass.
+            freed: bytes per token of each tensor that a block of the model allocates and frees.
+            share: of what lay in the heap and was freed, that no later tensor takes.
+            phase: in which they are there.
+        """
+        in_heap = [size * tokens for size in freed if size * tokens < _MAPPED_BLOCK]
+        if place.device != "cpu" or not in_heap:
             return []
-        size = self.shape.layers * per_token * tokens
+        size = share * self.shape.layers * sum(in_heap)
         return [place.item(self.name, "holes in the heap", size, phase)]
 
     def gradient_holes(self, place: _Place) -> list[Item]:
@@ -360,7 +375,7 @@ class _Model:
         if place.device != "cpu" or self.adapters_only:
             return []
         sizes = [place.element * layer.weights for layer in self.shape.block]
-        size = self.shape.layers * sum(size for size in sizes if size <= _HEAP_BLOCK)
+        size = self.shape.layers * sum(size for size in sizes if size < _MAPPED_BLOCK)
         return [place.item(self.name, "holes of gradients", size, f"train {self.name}")]
 
 
@@ -540,10 +555,10 @@ def _ppo(
         working_bytes_per_token(shape, element) * scored for shape in (actor_shape, critic_shape)
     )
     yield place.item("actor", "activations and logits", max(logits, working), "score")
-    passes = actor.block_bytes(place, config.actor, seq, config.actor.dropout or 0.0)
+    saved, freed = actor.block_tensors(place, config.actor, seq, config.actor.dropout or 0.0)
     share = _HOLES_OF_SCORING_ZERO_3 if actor.stage == 3 else _HOLES_OF_SCORING
     for name in ("train actor", "train critic"):
-        for item in actor.holes(place, scored, share * sum(passes), name):
+        for item in actor.holes(place, scored, saved + freed, share, name):
             yield replace(item, what=f"{item.what} since scoring")
 
     # 4. Updates of actor and critic.

@@ -19,7 +19,12 @@ from engine.config.loading import load_profile
 from engine.config.schema import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
+MODEL = {"hidden": 384, "inner": 1280, "layers": 6}
 ROWS = 4
+# Hidden states of a micro batch take 32 MiB: glibc maps such blocks, and its heap has no holes of
+# theirs. Most tensors of a step are no smaller.
+MAPPED_MODEL = {"hidden": 256, "inner": 640, "layers": 3}
+MAPPED_ROWS, MAPPED_LENGTH = 256, 128
 # CPUs without instructions for bf16 take very long.
 LENGTHS = {"fp32": 96, "bf16": 32}
 
@@ -34,6 +39,7 @@ class Case:
     ranks: int = 1
     accumulation: int = 1
     step: str = "sft"
+    mapped: bool = False
 
     def config(self, model: str) -> RunConfig:
         """The configuration of a few optimizer steps."""
@@ -41,14 +47,17 @@ class Case:
         features += [f"lora.rank={8 if self.lora else 0}", f"lora.only={self.lora}".lower()]
         features.append(f"gradient_checkpointing={self.checkpointing}".lower())
         settings = [f"{role}.{feature}" for role in ("actor", "critic") for feature in features]
-        rows = ROWS * self.ranks * self.accumulation
+        at_once, length = ROWS, LENGTHS[self.dtype]
+        if self.mapped:
+            at_once, length = MAPPED_ROWS, MAPPED_LENGTH
+        rows = at_once * self.ranks * self.accumulation
         settings += [
             f"models.actor={model}",
             f"dtype={self.dtype}",
             f"launch.num_accelerators={self.ranks}",
             f"sft.batch_size={rows}",
-            f"sft.micro_batch_size={ROWS}",
-            f"sft.max_length={LENGTHS[self.dtype]}",
+            f"sft.micro_batch_size={at_once}",
+            f"sft.max_length={length}",
             "sft.eval_batch_size=1",
             "sft.max_steps=2",
             f"ppo.rollout_batch_size={rows}",
@@ -67,6 +76,7 @@ CASES = [
     Case(3, lora=True),
     Case(3, offload=True, ranks=2),
     Case(2, lora=True, step="ppo"),
+    Case(0, lora=True, mapped=True),
 ]
 
 
@@ -76,9 +86,13 @@ def compared(tmp_path_factory) -> dict[Case, dict[str, tuple[int, int]]]:
     from matrix_run import small_model
 
     folder = tmp_path_factory.mktemp("planned")
-    model = small_model("llama", folder / "model", hidden=384, inner=1280, layers=6)
+    models = [
+        small_model("llama", folder / "model", **MODEL),
+        small_model("llama", folder / "mapped-model", **MAPPED_MODEL),
+    ]
+    cases = json.dumps([asdict(case) for case in CASES])
     program = subprocess.run(
-        [sys.executable, __file__, json.dumps([asdict(case) for case in CASES]), model, folder],
+        [sys.executable, __file__, cases, *models, folder],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -106,10 +120,11 @@ def test_total_is_near_the_growth_of_the_process(case, compared):
 def _main() -> None:
     from benchmarks.plan import compare
 
-    cases, model, folder = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    cases, model, mapped_model, folder = json.loads(sys.argv[1]), *sys.argv[2:]
     for number, given in enumerate(cases):
         case = Case(**given)
-        pairs = compare(case.config(model), case.step, folder / str(number))
+        config = case.config(mapped_model if case.mapped else model)
+        pairs = compare(config, case.step, Path(folder) / str(number))
         print(json.dumps(pairs), flush=True)
 
 
