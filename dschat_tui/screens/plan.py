@@ -59,18 +59,28 @@ def part_of(item: Item) -> str:
     return item.model if any(word in item.what for word in _WEIGHTS) else "optimizer"
 
 
-def fullest_phase(step: StepPlan, on_host: bool) -> str:
-    """The phase of a step that holds most, on the host or on the device."""
-    phases = step.phases()
-    return max(phases, key=lambda name: phases[name][on_host])
+def fullest_phase(step: StepPlan, ranks: int | None) -> str:
+    """The phase of a step that holds most: on the host of so many ranks, or None: on a device."""
+    if ranks is None:
+        devices = {name: on_device for name, (on_device, _) in step.phases().items()}
+        return max(devices, key=devices.__getitem__)
+    hosts = step.node_phases(ranks)
+    return max(hosts, key=hosts.__getitem__)
 
 
-def parts_of(step: StepPlan, on_host: bool) -> dict[str, int]:
-    """Bytes of one rank by part, in the phase that holds most, on the host or on the device."""
+def parts_of(step: StepPlan, ranks: int | None) -> dict[str, int]:
+    """Bytes by part in the phase that holds most.
+
+    Args:
+        step: the plan of a step.
+        ranks: on the host of a node that has so many ranks; None: on the device of the first one.
+    """
     sizes: dict[str, int] = {}
+    phase = fullest_phase(step, ranks)
     for item in step.items:
-        if item.phase in ("always", fullest_phase(step, on_host)):
-            size = item.host_bytes if on_host else item.device_bytes
+        if item.phase in ("always", phase):
+            times = 1 if ranks is None or item.first_rank else ranks
+            size = item.device_bytes if ranks is None else times * item.host_bytes
             sizes[part_of(item)] = sizes.get(part_of(item), 0) + size
     return {part.name: sizes[part.name] for part in PARTS if sizes.get(part.name)}
 
@@ -140,12 +150,12 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
             if step.host_bytes and report.host_memory_bytes is not None:
                 places.append((True, report.host_memory_bytes))
         for on_host, capacity in places:
-            ranks = plan.ranks_per_node if on_host else 1
-            sizes = {name: ranks * size for name, size in parts_of(step, on_host).items()}
+            ranks = plan.ranks_per_node if on_host else None
+            sizes = parts_of(step, ranks)
             seen |= sizes.keys()
             where = f"{label} host" if on_host and plan.device == "cuda" else label
             rows.append(_bar_row(where, sizes, capacity, width, glyphs))
-            numbers += _numbers(where, fullest_phase(step, on_host), sizes, width)
+            numbers += _numbers(where, fullest_phase(step, ranks), sizes, width)
     legend = "  ".join(f"{part.letter} {part.name}" for part in PARTS if part.name in seen)
     rows += wrapped(f"{legend}  (GiB, at the peak of each step)", width, "muted")
     return rows + numbers

@@ -91,7 +91,7 @@ def shortages(config: RunConfig, steps: Sequence[int]) -> list[str]:
                 f"does not fit: step {number} takes {gib(step.device_bytes)} GiB of "
                 f"{gib(on_device)} GiB a device"
             )
-        wanted = plan.ranks_per_node * step.host_bytes
+        wanted = max(step.node_phases(plan.ranks_per_node).values())
         if on_host is not None and wanted > on_host:
             found.append(
                 f"does not fit: step {number} takes {gib(wanted)} GiB of {gib(on_host)} GiB "

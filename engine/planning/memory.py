@@ -13,6 +13,9 @@ offload      master copy, Adam, gradients, an fp32 copy of them on the host; sta
 
 Stages 1 to 3 reduce gradients through a bucket on the device, of T numbers but at most 5e8.
 
+The average of the actor takes 4T/R at every stage. Models are written a file at a time, by the
+first rank alone, which has the file's tensors on the host; under ZeRO-3 all gather one by one.
+
 On a CPU freed blocks count too: glibc keeps those below 32 MiB in its heap, and a hole takes no new
 block of its own size, as torch asks for aligned ones, which need some bytes more. With small models
 that is up to half of the process. Larger blocks are mapped one by one and given back when freed.
@@ -48,6 +51,8 @@ _KEPT_GATHERED = 500_000_000
 # MixZ leaves smaller tensors alone; a scale of 4 bytes serves 8,000 elements.
 _QUANTIZED_FROM = 500_000
 _QUANTIZATION_GROUP = 8_000
+# Weights in a file of a saved model, as in engine.models.save.
+_FILE_BYTES = 5 * 10**9
 # A CUDA context with the kernels of torch and of cuBLAS, and NCCL's buffers.
 _CUDA_CONTEXT = 700 * 2**20
 # Families of engine.generation.packed, and which of their layers it joins into copies.
@@ -68,7 +73,8 @@ ALWAYS = "always"
 class Item:
     """Bytes of one thing that one model holds, for one rank.
 
-    `phase` is the part of the step in which it lives, or "always".
+    `phase` is the part of the step in which it lives, or "always". `first_rank`: other ranks do not
+    hold it.
     """
 
     model: str
@@ -76,25 +82,33 @@ class Item:
     phase: str
     device_bytes: int
     host_bytes: int
+    first_rank: bool = False
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Memory of one step; all figures are bytes of one rank, at the peak over the phases."""
+    """Memory of one step; figures are bytes of the first rank, at the peak over the phases."""
 
     step: StepName
     items: tuple[Item, ...]
 
     def phases(self) -> dict[str, tuple[int, int]]:
         """Device and host bytes of each phase, with what is always there."""
-        names = dict.fromkeys(item.phase for item in self.items if item.phase != ALWAYS)
-        return {name: self._total({ALWAYS, name}) for name in names}
+        return {name: self._total({ALWAYS, name}, self.items) for name in self._names()}
+
+    def node_phases(self, ranks: int) -> dict[str, int]:
+        """Host bytes of each phase, of all `ranks` of the node that has the first one."""
+        others = [item for item in self.items if not item.first_rank]
+        return {
+            name: host + (ranks - 1) * self._total({ALWAYS, name}, others)[1]
+            for name, (_, host) in self.phases().items()
+        }
 
     @property
     def peak_phase(self) -> str:
-        """The phase that holds most."""
+        """The phase that holds most on the device, or on a CPU on the host."""
         phases = self.phases()
-        return max(phases, key=lambda name: sum(phases[name]))
+        return max(phases, key=phases.__getitem__)
 
     @property
     def device_bytes(self) -> int:
@@ -106,12 +120,16 @@ class StepPlan:
         """Most bytes in use at once in a rank's process on the host."""
         return max(host for _, host in self.phases().values())
 
-    def _total(self, phases: set[str]) -> tuple[int, int]:
+    def _names(self) -> Iterable[str]:
+        return dict.fromkeys(item.phase for item in self.items if item.phase != ALWAYS)
+
+    @staticmethod
+    def _total(phases: set[str], items: Iterable[Item]) -> tuple[int, int]:
         """Bytes of the items of some phases; an item of several counts once."""
         held: dict[tuple[str, str], list[int]] = {}
         for name in phases:
             of_phase: dict[tuple[str, str], list[int]] = {}
-            for item in self.items:
+            for item in items:
                 if item.phase == name:
                     own = of_phase.setdefault((item.model, item.what), [0, 0])
                     own[0] += item.device_bytes
@@ -140,7 +158,8 @@ class Plan:
     @property
     def node_host_bytes(self) -> int:
         """Most bytes on the host of a node, all its ranks together."""
-        return self.ranks_per_node * max(step.host_bytes for step in self.steps)
+        ranks = self.ranks_per_node
+        return max(size for step in self.steps for size in step.node_phases(ranks).values())
 
     def fits(self, memory_bytes: int, host_memory_bytes: int | None = None) -> bool:
         """Tell whether every step fits.
@@ -163,13 +182,19 @@ class _Place:
     ranks: int
 
     def item(
-        self, model: str, what: str, count: float, phase: str = ALWAYS, host: bool = False
+        self,
+        model: str,
+        what: str,
+        count: float,
+        phase: str = ALWAYS,
+        host: bool = False,
+        first_rank: bool = False,
     ) -> Item:
         """`count` bytes on the device, or on the host: by offload or for want of a device."""
         size = int(count)
         if host or self.device == "cpu":
-            return Item(model, what, phase, 0, size)
-        return Item(model, what, phase, size, 0)
+            return Item(model, what, phase, 0, size, first_rank)
+        return Item(model, what, phase, size, 0, first_rank)
 
 
 @dataclass(frozen=True)
@@ -227,6 +252,12 @@ class _Model:
     def parameters(self) -> int:
         return self.trained + self.frozen
 
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        in_blocks = max(layer.weights for layer in self.shape.block)
+        return max(self.shape.vocabulary * self.shape.head_inputs, in_blocks)
+
     def weights(self, place: _Place) -> list[Item]:
         """Weights as they lie between uses."""
         sharded = place.ranks if self.stage == 3 else 1
@@ -241,11 +272,7 @@ class _Model:
         in_place = place.ranks == 1 and not (self.offload and place.device == "cuda")
         if self.stage != 3 or (in_place and not self.quantized):
             return []
-        largest = max(
-            self.shape.vocabulary * self.shape.head_inputs,
-            max(layer.weights for layer in self.shape.block),
-        )
-        live = min(self.parameters, _KEPT_GATHERED + _PREFETCH_BUCKET + largest)
+        live = min(self.parameters, _KEPT_GATHERED + _PREFETCH_BUCKET + self.largest)
         return [place.item(self.name, "gathered parameters", place.element * live, phase)]
 
     def training_states(
@@ -311,6 +338,46 @@ class _Model:
                 place.item(self.name, "reduction copy", bucket, train),
             ]
         return [place.item(self.name, "reduction bucket", bucket, phase) for phase in phases]
+
+    def saving(self, place: _Place, role: RoleConfig, average: bool = False) -> Iterable[Item]:
+        """What is there while the model, or the average of it, is written a file at a time."""
+        name, element = "actor_ema" if average else self.name, place.element
+        phase = f"save {name}"
+        adapted = self.shape.lora_layers(role.lora.targets) if role.lora.rank else []
+        copied = self.shape.parameters_with(self.head)
+        # The whole average of a single rank is in the format of a file where that is fp32.
+        new = average and not self.adapters_only and (place.ranks > 1 or element == 2)
+        if place.device == "cpu" and self.stage != 3 and not new:
+            # All but the merged layers is written from where it lies.
+            copied = sum(layer.weights for layer in adapted)
+        size = min(element * copied, _FILE_BYTES)
+        yield place.item(name, "weights of a file", size, phase, host=True, first_rank=True)
+        if self.stage == 3 and (self.adapters_only or not average):
+            # Also that of a single rank, which a forward pass uses where it lies.
+            yield place.item(name, "gathered tensor", element * self.largest, phase)
+        if average and place.ranks > 1:
+            gathered = 4 * self.largest_trained * (1 + 1 / place.ranks)
+            yield place.item(name, "gathered average", gathered, phase)
+        if adapted:
+            merged = (4 + element) * max(layer.weights for layer in adapted)
+            yield place.item(name, "copy of a merged layer", merged, phase, first_rank=True)
+
+    def checkpoint(self, place: _Place) -> Iterable[Item]:
+        """What a checkpoint brings to the host: one storage of the optimizer's states at a time."""
+        if place.device == "cpu" or self.offload:
+            return
+        shard = self.trained / (place.ranks if self.stage else 1)
+        size = 4 * (min(shard, _STEP_GROUP) if self.stage == 3 else shard)
+        phase = f"write a checkpoint of {self.name}"
+        yield place.item(self.name, "copy of master weights", size, phase, host=True)
+
+    def average(self, place: _Place, role: RoleConfig) -> Iterable[Item]:
+        """The average of what is trained, a slice per rank, beside the optimizer's states."""
+        name, host = "actor_ema", self.offload
+        yield place.item(name, "average (fp32)", 4 * self.trained / place.ranks, host=host)
+        piece = 4 * self.largest_trained / place.ranks
+        yield place.item(name, "slice of the weights", piece, "update the average", host)
+        yield from self.saving(place, role, average=True)
 
     def block_tensors(
         self, place: _Place, role: RoleConfig, seq: int, dropout: float | None
@@ -483,6 +550,8 @@ def _language_modeling(
         yield from _largest([item for each in models for item in each.gathered(place, phase)])
     logits = logits_training_bytes(shape, rows * options.max_length, place.element)
     yield place.item("actor", "logits", logits, train)
+    yield from model.checkpoint(place)
+    yield from model.saving(place, role)
     reading = max(
         logits_scoring_bytes(shape, evaluated, place.element),
         working_bytes_per_token(shape, place.element) * evaluated,
@@ -507,6 +576,8 @@ def _reward(config: RunConfig, shape: ModelShape, place: _Place) -> Iterable[Ite
     yield from model.training_activations(place, role, 2 * pairs, options.max_length, role.dropout)
     yield from model.gathered(place, "train critic")
     yield from model.gathered(place, "evaluate")
+    yield from model.checkpoint(place)
+    yield from model.saving(place, role)
     reading = working_bytes_per_token(shape, place.element) * evaluated
     yield place.item("critic", "activations", reading, "evaluate")
 
@@ -535,10 +606,7 @@ def _ppo(
         secondary = element * actor.frozen / config.launch.num_accelerators
         yield place.item("actor", "secondary partition", secondary)
     if config.ema.enabled:
-        shards = actor.trained / place.ranks if actor.stage == 3 else actor.trained
-        on_host = actor.stage == 3 and actor.offload
-        yield place.item("actor_ema", "average (fp32)", 4 * shards, host=on_host)
-        yield place.item("actor_ema", "weights in fp32", 4 * shards, "update actor", on_host)
+        yield from actor.average(place, config.actor)
 
     # 2. Generation.
     yield from _generation(config, actor, place, generated, seq)
@@ -568,6 +636,8 @@ def _ppo(
         yield from model.training_states(place, accumulates, between)
         yield from model.training_activations(place, role, micro, seq, role.dropout or 0.0)
         yield from model.gathered(place, f"train {model.name}")
+        yield from model.checkpoint(place)
+        yield from model.saving(place, role)
     kept = logits_training_bytes(actor_shape, micro * answer, element, held=True)
     yield place.item("actor", "logits", kept, "train actor")
     if config.data.unsupervised_sources:

@@ -173,12 +173,17 @@ def everything() -> RunConfig:
 def test_the_parts_of_a_bar_are_all_that_a_step_holds(memory_gib: float | None):
     report = memory_plan.make(everything(), memory_gib, find_change=False, offline=True)
     for step in report.plan.steps:
-        for on_host, whole in ((False, step.device_bytes), (True, step.host_bytes)):
-            sizes = plans.parts_of(step, on_host)
+        whole_of = {
+            None: step.device_bytes,
+            1: step.host_bytes,
+            2: max(step.node_phases(2).values()),
+        }
+        for ranks, whole in whole_of.items():
+            sizes = plans.parts_of(step, ranks)
             assert sum(sizes.values()) == whole
             assert min(sizes.values(), default=1) > 0
     ppo = report.plan.steps[-1]
-    held = plans.parts_of(ppo, False).keys() | plans.parts_of(ppo, True).keys()
+    held = plans.parts_of(ppo, None).keys() | plans.parts_of(ppo, 2).keys()
     assert {"actor", "reference", "critic", "reward", "optimizer", "actor_ema"} <= held
     assert "cache" in held
 
