@@ -369,7 +369,10 @@ class _Model:
         shard = self.trained / (place.ranks if self.stage else 1)
         size = 4 * (min(shard, _STEP_GROUP) if self.stage == 3 else shard)
         phase = f"write a checkpoint of {self.name}"
-        yield place.item(self.name, "copy of master weights", size, phase, host=True)
+        # Without shards one rank writes for all.
+        first = self.stage == 0
+        what = "copy of master weights"
+        yield place.item(self.name, what, size, phase, host=True, first_rank=first)
 
     def average(self, place: _Place, role: RoleConfig) -> Iterable[Item]:
         """The average of what is trained, a slice per rank, beside the optimizer's states."""
