@@ -28,7 +28,7 @@ def measure(folder: Path, model: str, dtype: str) -> dict[str, object]:
     step3.train()
     step3.save()
     results["share ppo"] = max_over_ranks(share_of_bf16(step3.engine.actor.module))
-    results["off_reason"] = step3.hybrid.off_reason
+    results["off_reason"] = step3.rollouts.hybrid.off_reason
     if rank() == 0:
         results["losses"] = [losses(folder / name) for name in VARIANTS]
     return results
