@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config.deepspeed import deepspeed_config
@@ -34,6 +35,17 @@ from engine.precision import dtype_name
 from engine.trainers.engines import frozen_engine, zero3_loading
 
 _PLAIN = Placement()
+# What DeepSpeed-Inference raises for models that it does not know, and where its kernels do not
+# build: its table of compatible operators does not look for a CUDA toolkit.
+_CANNOT_LOAD = (
+    ValueError,
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    MissingCUDAException,
+    CUDAMismatchException,
+)
 
 
 def this_machine() -> Machine:
@@ -147,7 +159,7 @@ def _on_inference_engine(
         shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     try:
         decoder = build_ragged_decoder(path, context_length(shell, tokenizer), _device())
-    except (ValueError, RuntimeError, AssertionError, AttributeError, ImportError) as error:
+    except _CANNOT_LOAD as error:
         raise ModelError(
             f"--engine deepspeed: DeepSpeed-Inference cannot load {path} ({error}); use --engine hf"
         ) from error

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from transformers import AutoModelForCausalLM
 
 from dschat_tui.chat.repl import main
@@ -14,6 +15,7 @@ from engine.generation.chat import ChatGenerator
 from engine.generation.decode import DecodeSession
 from engine.generation.ragged import RaggedDecoder
 from engine.generation.sampling import Sampling
+from engine.models.folders import ModelError
 from engine.serving import load_generator, this_machine
 
 NOTHING = Machine(cuda=False, bitsandbytes=False, async_io=False, inference_kernels=False)
@@ -148,6 +150,19 @@ def test_a_gpu_answers_wherever_weights_and_cache_lie(
     assert len(answers) == len(whole)
     if not placement.load_in:
         assert answers == whole
+
+
+@pytest.mark.parametrize("error", [MissingCUDAException, CUDAMismatchException, ValueError])
+def test_kernels_that_do_not_build_are_an_answer_and_no_crash(
+    error: type[Exception], tiny_model, monkeypatch, group
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error("CUDA_HOME does not exist")
+
+    monkeypatch.setattr("engine.serving.build_ragged_decoder", fail)
+    placement = Placement(engine="deepspeed")
+    with pytest.raises(ModelError, match=r"CUDA_HOME does not exist.*use --engine hf"):
+        load_generator(tiny_model("llama"), "kernels", torch.bfloat16, placement=placement)
 
 
 class Appending:
