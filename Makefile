@@ -16,7 +16,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
-# A check while one works: nothing that starts processes or takes long.
+# A check while one works: all but the tests that are marked slow.
 test-fast: $(VENV)/installed
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
