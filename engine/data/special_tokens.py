@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.data.files import DataError
 
-# The first code point of a plane without any character; it has no case, and no one writes it.
-_PRIVATE = 0xF0000
+# Two planes of code points without any character: they have no case, and no one writes them. One
+# numbers the special tokens; from the other come the names, which share no character with them.
+_NUMBERS = 0xF0000
+_NAMES = range(0x100000, 0x10FFFE)
 
 
 class SpecialTokens:
@@ -33,12 +35,11 @@ class SpecialTokens:
         added = tokenizer.added_tokens_decoder
         tokens = {i: token for i, token in added.items() if token.special or i in named}
         self._spelled = _any_of(token.content for token in tokens.values())
-        own, hidden = _new_name(), _new_name()
-        self._own = {t.content: own + chr(_PRIVATE + i) for i, t in enumerate(tokens.values())}
+        own, hidden, self._break = _new_names(3)
+        self._own = {t.content: own + chr(_NUMBERS + i) for i, t in enumerate(tokens.values())}
         self._hidden = {name: hidden + own_name[-1] for name, own_name in self._own.items()}
         self._hidden_names = {hidden_name: name for name, hidden_name in self._hidden.items()}
         self._torn = re.compile(f"[{hidden}]")
-        self._break = _new_name()
         if tokenizer.is_fast:
             stand_ins = [
                 AddedToken(
@@ -114,9 +115,11 @@ def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
-def _new_name() -> str:
-    """Characters that no text has: drawn anew in each process."""
-    return "".join(chr(_PRIVATE + secrets.randbelow(0xFFFE)) for _ in range(6))
+def _new_names(number: int) -> list[str]:
+    """Names that no text has, drawn anew in each process, without a character in common."""
+    length = 6
+    drawn = "".join(map(chr, secrets.SystemRandom().sample(_NAMES, number * length)))
+    return [drawn[i * length : (i + 1) * length] for i in range(number)]
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

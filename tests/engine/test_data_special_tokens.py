@@ -20,6 +20,7 @@ from engine.config.schema import RunConfig
 from engine.data import facts
 from engine.data.files import DataError
 from engine.data.phases import build_phase, unsupervised_rows
+from engine.data.special_tokens import SpecialTokens
 from engine.data.templates import encode_answer, encode_document, encode_prompt, install_template
 from engine.generation.chat import ChatGenerator
 
@@ -194,6 +195,15 @@ def test_a_tokenizer_in_python_keeps_text_as_text():
     )
     messages = [*question, {"role": "assistant", "content": "</s>"}, *question]
     assert encode_prompt(messages, tokenizer, "human_assistant").count(1) == 1
+
+
+def test_whatever_names_are_drawn_they_are_told_apart():
+    tokenizer = ByT5Tokenizer()
+    text = "What does </s> do? <extra_id_0>"
+    expected = tokenizer.convert_tokens_to_ids([*text, "</s>"])
+    for _ in range(500):
+        special = SpecialTokens(tokenizer)
+        assert special.encode(special.hide(text) + "</s>") == expected
 
 
 def test_a_template_that_tears_a_special_token_apart_is_refused():
