@@ -2,7 +2,7 @@
 
 import sys
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 
 if __name__ == "__main__":
     app(["chat", *sys.argv[1:]])

@@ -40,7 +40,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dschat_tui.app", str(path)],
+            [sys.executable, "-m", "dschat_tui.dashboard.app", str(path)],
             stdin=slave,
             stdout=slave,
             stderr=slave,

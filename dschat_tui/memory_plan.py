@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 
 import psutil
 
+from dschat_tui.cli.tables import aligned
 from dschat_tui.machine import GIB, gpu_memory
 from dschat_tui.runs.hosts import hosts_of
-from dschat_tui.tables import aligned
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME
 from engine.models import names

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui import memory_plan
+from dschat_tui.cli.tables import aligned, plain
 from dschat_tui.memory_plan import PlanError, Report, gib
 from dschat_tui.reference import default_text
-from dschat_tui.tables import aligned, plain
 from engine.config.loading import (
     ConfigError,
     find_profile,

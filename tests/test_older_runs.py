@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat_tui.app import Dashboard, screen_text
+from dschat_tui.dashboard.app import Dashboard, screen_text
 from dschat_tui.logs.source import find_source
 
 FIXTURE = Path(__file__).parent / "fixtures" / "version-0.1"

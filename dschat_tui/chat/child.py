@@ -21,7 +21,7 @@ GRACE_SECONDS = 2.0
 
 def chat_command(folder: str) -> list[str]:
     """What starts a conversation with a model for another program."""
-    return [sys.executable, "-m", "dschat_tui.cli", "chat", "--path", folder, "--json"]
+    return [sys.executable, "-m", "dschat_tui.cli.main", "chat", "--path", folder, "--json"]
 
 
 class Child:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_tui import tables
+from dschat_tui.cli import tables
 from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import RunFolder

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_tui import hangup, tables
+from dschat_tui import hangup
+from dschat_tui.cli import tables
 from dschat_tui.logs.follow import Follower
 from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dschat_tui import tables
+from dschat_tui.cli import tables
 from dschat_tui.runs import control, launch, preflight, supervisor
 from dschat_tui.runs.failures import last_line
 from dschat_tui.runs.folder import RunFolder, RunIsHeld

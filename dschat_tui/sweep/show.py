@@ -9,7 +9,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from dschat_tui import tables
+from dschat_tui.cli import tables
 from dschat_tui.runs.results import duration
 from dschat_tui.runs.state import DONE, FAILED, RUNNING
 from dschat_tui.sweep.report import bar_text, one_line, shown

@@ -143,7 +143,7 @@ def fake_run(tmp_path: Path):
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A person who waits ten seconds before each key, while the test does not."""
-    from dschat_tui.screens.settling import Settling
+    from dschat_tui.dashboard.screens.settling import Settling
 
     seconds = itertools.count(0.0, 10.0)
     monkeypatch.setattr(Settling, "clock", staticmethod(lambda: next(seconds)))

@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dschat_tui.dashboard.screens.settling import SETTLE_SECONDS
 from dschat_tui.runs import control
 from dschat_tui.runs.control import end_now, has_supervisor
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.screens.settling import SETTLE_SECONDS
 from engine.config.loading import load_config, user_profiles
 from engine.log import write
 
@@ -143,7 +143,7 @@ def training_log(tmp_path: Path) -> Path:
 
 
 def monitor(*arguments: object) -> list[str]:
-    return ["-m", "dschat_tui.cli", "monitor", *map(str, arguments)]
+    return ["-m", "dschat_tui.cli.main", "monitor", *map(str, arguments)]
 
 
 @pytest.mark.slow
@@ -163,9 +163,9 @@ def test_a_signal_leaves_the_terminal_sane(
 IN_DASHBOARD = """
 import subprocess, sys
 from pathlib import Path
-from dschat_tui.commands import chat, run
+from dschat_tui.cli import chat, run
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.screens.settling import SETTLE_SECONDS
+from dschat_tui.dashboard.screens.settling import SETTLE_SECONDS
 
 chat.chat = lambda path: print("talks with", path)
 nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -181,8 +181,8 @@ MARK = "DSCHAT_TEST_TERMINAL"
 IN_CHAT = """
 import sys
 from pathlib import Path
-from dschat_tui import app
-from dschat_tui.screens.chat import ChatScreen
+from dschat_tui.dashboard import app
+from dschat_tui.dashboard.screens.chat import ChatScreen
 
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
@@ -256,9 +256,9 @@ def test_a_lost_terminal_leaves_nothing_behind_and_no_run_ends(
     programs = [
         (monitor(training_log), "20 lines"),
         (["-c", IN_CHAT], "loading"),
-        (["-m", "dschat_tui.app", str(made.run.path)], "running"),
+        (["-m", "dschat_tui.dashboard.app", str(made.run.path)], "running"),
         (["-c", IN_DASHBOARD, str(made.run.path), "true"], "running"),
-        (["-m", "dschat_tui.cli", "runs", "attach", str(made.run.path)], "SFT"),
+        (["-m", "dschat_tui.cli.main", "runs", "attach", str(made.run.path)], "SFT"),
     ]
     with ThreadPoolExecutor(2) as pool:
         left = list(pool.map(lambda number: left_by_a_hang_up(number, programs), range(15)))
@@ -271,7 +271,7 @@ def test_a_lost_terminal_leaves_nothing_behind_and_no_run_ends(
 
 @pytest.mark.slow
 def test_a_conversation_on_a_lost_terminal_ends() -> None:
-    talk = ["-m", "dschat_tui.cli", "chat", "--path", "embedded:tiny-llama"]
+    talk = ["-m", "dschat_tui.cli.main", "chat", "--path", "embedded:tiny-llama"]
     shown = Terminal(*talk, shell=DEAF_SHELL, **{MARK: "conversation"})
     shown.wait_for_text("you> ")
     shown.hang_up()
@@ -313,7 +313,7 @@ def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
     made = fake_run(sft=SLEEPS)
     supervisor = made.start(grace_seconds=1.0)
     made.wait_for(lambda: made.state()["steps"]["sft"]["state"] == "running")
-    shown = terminal("-m", "dschat_tui.app", str(made.run.path))
+    shown = terminal("-m", "dschat_tui.dashboard.app", str(made.run.path))
     shown.wait_for_text("1 SFT")
     shown.wait_for_text("running")
     time.sleep(1.5)  # until run.json has been looked at
@@ -328,7 +328,7 @@ def test_a_run_is_left_found_and_stopped(terminal, fake_run) -> None:
     assert supervisor.poll() is None
     assert made.survivors()
 
-    again = terminal("-m", "dschat_tui.app", str(made.run.path))
+    again = terminal("-m", "dschat_tui.dashboard.app", str(made.run.path))
     again.wait_for_text("running")
     again.press_after_a_pause("x")
     again.wait_for_text("stop the run")
@@ -350,7 +350,7 @@ def test_the_list_of_runs_opens_one(terminal, fake_run, monkeypatch: pytest.Monk
     made.run.path.rename(made.run.path.parent / "moved")
     (made.run.path.parent / "output").mkdir()
     (made.run.path.parent / "moved").rename(made.run.path.parent / "output" / "first-run")
-    shown = terminal("-m", "dschat_tui.app")
+    shown = terminal("-m", "dschat_tui.dashboard.app")
     shown.wait_for_text("new run")
     shown.press("r")
     shown.wait_for_text("first-run")
@@ -432,7 +432,7 @@ def test_a_run_from_the_form_to_its_end(
         return str((run.read_state() or {"state": "none"})["state"])
 
     # 1. Choose the profile, switch two toggles, start, and see the first panels fill.
-    shown = terminal("-m", "dschat_tui.app")
+    shown = terminal("-m", "dschat_tui.dashboard.app")
     shown.wait_for_text("> ")
     shown.press("/quick\r")
     shown.wait_for_text("output/quick")
@@ -456,7 +456,7 @@ def test_a_run_from_the_form_to_its_end(
     assert shown.is_restored()
     assert state() == "running"
     # 3. Find it again, and stop it.
-    again = terminal("-m", "dschat_tui.app")
+    again = terminal("-m", "dschat_tui.dashboard.app")
     again.wait_for_text("runs in output")
     again.wait_for_text("quick")
     again.press("\r")
@@ -487,8 +487,8 @@ def test_a_run_from_the_form_to_its_end(
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        (["-m", "dschat_tui.app"], "dschat monitor PATH --once"),
-        (["-m", "dschat_tui.cli", "monitor", "."], "dschat monitor PATH"),
+        (["-m", "dschat_tui.dashboard.app"], "dschat monitor PATH --once"),
+        (["-m", "dschat_tui.cli.main", "monitor", "."], "dschat monitor PATH"),
     ],
 )
 def test_without_a_terminal_the_command_to_use_is_named(
@@ -539,8 +539,11 @@ assert not heavy, heavy
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("dschat_tui.app", ["torch", "transformers", "deepspeed", "datasets", "pydantic"]),
-        ("dschat_tui.cli", ["torch", "transformers", "textual", "rich"]),
+        (
+            "dschat_tui.dashboard.app",
+            ["torch", "transformers", "deepspeed", "datasets", "pydantic"],
+        ),
+        ("dschat_tui.cli.main", ["torch", "transformers", "textual", "rich"]),
     ],
 )
 def test_importing_brings_in_nothing_heavy(module: str, heavy: list[str]) -> None:

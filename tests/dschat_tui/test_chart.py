@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from dschat_tui.dashboard.widgets.chart import AXIS_CELLS, BLOCK, BRAILLE, SIGNS, View, plot
+from dschat_tui.dashboard.widgets.rows import row_text
+from dschat_tui.dashboard.widgets.split import split_rows
+from dschat_tui.dashboard.widgets.stepper import StepView, stepper_row
 from dschat_tui.logs.series import Series
-from dschat_tui.widgets.chart import AXIS_CELLS, BLOCK, BRAILLE, SIGNS, View, plot
-from dschat_tui.widgets.rows import row_text
-from dschat_tui.widgets.split import split_rows
-from dschat_tui.widgets.stepper import StepView, stepper_row
-from dschat_tui.widgets.text import ASCII, UNICODE, clean, duration, short_number
+from dschat_tui.text import ASCII, UNICODE, clean, duration, short_number
 
 PLAIN = View(markers=SIGNS)
 

@@ -24,7 +24,7 @@ from dschat_tui.chat.files import read_prompts
 from dschat_tui.chat.render import JsonRenderer, PlainRenderer
 from dschat_tui.chat.repl import _read_block, line_reader, run
 from dschat_tui.chat.session import Relatives, Session
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 
 
 class Echo:

@@ -17,14 +17,14 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dschat_tui.app import Dashboard, screen_text
 from dschat_tui.chat.child import Child, chat_command
+from dschat_tui.dashboard.app import Dashboard, screen_text
+from dschat_tui.dashboard.screens.chat import ChatScreen
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.runs import RunsScreen
+from dschat_tui.dashboard.screens.transcript import Transcript
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.screens.chat import ChatScreen
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.screens.runs import RunsScreen
-from dschat_tui.screens.transcript import Transcript
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
@@ -293,7 +293,7 @@ def talking_run(tmp_path: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -
     run.write_state({**state, "state": "stopped"})
     make_models(run, "step1-sft/model")
     monkeypatch.setattr(
-        "dschat_tui.screens.chat.ChatScreen", partial(ChatScreen, command=fakes.command)
+        "dschat_tui.dashboard.screens.chat.ChatScreen", partial(ChatScreen, command=fakes.command)
     )
     return run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from engine.config.loading import profile_names
 from engine.log import write
 
@@ -37,13 +37,13 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_importing_the_command_line_brings_in_nothing_heavy():
-    assert not modules_after("import dschat_tui.cli") & set(HEAVY)
+    assert not modules_after("import dschat_tui.cli.main") & set(HEAVY)
 
 
 def test_help_brings_in_nothing_heavy():
     code = """
 import contextlib, io, sys
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     app(["--help"])
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui import data_report
-from dschat_tui.cli import app
+from dschat_tui.cli import data_report
+from dschat_tui.cli.main import app
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 PAIR = {"prompt": "What is the capital of France?", "chosen": "Paris.", "rejected": "Rome."}
@@ -52,7 +52,7 @@ def test_the_table_and_a_refusal_need_no_torch(tmp_path):
     code = f"""
 import sys
 from typer.testing import CliRunner
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 run = CliRunner().invoke
 assert run(app, ["data", "list"]).exit_code == 0
 assert run(app, ["data", "inspect", {str(tmp_path / "bad.jsonl")!r}]).exit_code == 2

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat_tui import tables
 from dschat_tui.chat.paths import PathError, find_model, relatives
+from dschat_tui.cli import tables
+from dschat_tui.dashboard.screens.panels import PANEL_COUNT, PANELS
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.parse import LogParser
 from dschat_tui.logs.quantities import QUANTITIES
@@ -17,7 +18,6 @@ from dschat_tui.runs import fixes, launch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal, prepare
 from dschat_tui.runs.results import final_metrics
-from dschat_tui.screens.panels import PANEL_COUNT, PANELS
 from engine.config.loading import resolve, to_yaml
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import RunConfig

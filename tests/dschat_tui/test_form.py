@@ -10,13 +10,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from dschat_tui import form as forms
 from dschat_tui import memory_plan, profiles
-from dschat_tui.form import Form, value_text
-from dschat_tui.screens import plan as plans
-from dschat_tui.screens.start import GROUP_TABS
-from dschat_tui.widgets.rows import row_text
-from dschat_tui.widgets.text import ASCII, UNICODE
+from dschat_tui.dashboard import form as forms
+from dschat_tui.dashboard.form import Form, value_text
+from dschat_tui.dashboard.screens import plan as plans
+from dschat_tui.dashboard.screens.start import GROUP_TABS
+from dschat_tui.dashboard.widgets.rows import row_text
+from dschat_tui.text import ASCII, UNICODE
 from engine.config.loading import (
     ConfigError,
     apply_overrides,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import control, gates, resume, watch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal

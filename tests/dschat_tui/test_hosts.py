@@ -11,7 +11,7 @@ import pytest
 from fake_cluster import write_programs
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import hosts
 from dschat_tui.runs.preflight import Refusal, prepare
 from engine.config.loading import resolve

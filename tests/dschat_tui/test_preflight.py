@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity

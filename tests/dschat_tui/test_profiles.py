@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dschat_tui import memory_plan, profiles
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.fixes import fix_for
 from engine.config.loading import (
@@ -76,7 +76,7 @@ def refuse(*arguments, **options):
     raise OSError("no network here")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 from typer.testing import CliRunner
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.fixes import fix_for
 result = CliRunner().invoke(app, ["profiles", "validate"])

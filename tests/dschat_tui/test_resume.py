@@ -14,7 +14,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import control, fixes, resume, stopping
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity

@@ -14,11 +14,11 @@ from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dschat_tui.app import Dashboard, one_frame, screen_text
-from dschat_tui.keys import KEYS
+from dschat_tui.dashboard.app import Dashboard, one_frame, screen_text
+from dschat_tui.dashboard.keys import KEYS
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.widgets.lines import LineList
 from dschat_tui.logs.source import find_source
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.widgets.lines import LineList
 from engine.log import write
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -295,7 +295,7 @@ def test_a_paused_picture_stands_still_while_reading_goes_on(run: Path) -> None:
 
 
 def test_only_panels_in_sight_are_drawn(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dschat_tui.screens.run import Panel
+    from dschat_tui.dashboard.screens.run import Panel
 
     drawn: list[str] = []
     original = Panel.show_spec

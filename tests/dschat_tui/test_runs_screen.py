@@ -15,20 +15,20 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 from textual.screen import Screen
 
-from dschat_tui.app import Dashboard, screen_text
-from dschat_tui.keys import KEYS
+from dschat_tui.dashboard.app import Dashboard, screen_text
+from dschat_tui.dashboard.keys import KEYS
+from dschat_tui.dashboard.screens.compare import CompareScreen
+from dschat_tui.dashboard.screens.dialogs import Entry, Question
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.runs import RunsScreen
+from dschat_tui.dashboard.widgets.chart import View, plot
+from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.logs.series import Series
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import gates
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import compare, differing_options, history
 from dschat_tui.runs.identity import process_identity
-from dschat_tui.screens.compare import CompareScreen
-from dschat_tui.screens.dialogs import Entry, Question
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.screens.runs import RunsScreen
-from dschat_tui.widgets.chart import View, plot
-from dschat_tui.widgets.rows import row_text
 from engine.config.loading import load_config, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS

@@ -19,19 +19,20 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen, Screen
 
 import dschat_tui
-from dschat_tui import keys, memory_plan, profiles, screens
-from dschat_tui.app import Dashboard, screen_text
+from dschat_tui import memory_plan, profiles
 from dschat_tui.chat.child import Child
+from dschat_tui.dashboard import keys, screens
+from dschat_tui.dashboard.app import Dashboard, screen_text
+from dschat_tui.dashboard.screens.chat import ChatScreen
+from dschat_tui.dashboard.screens.help import Pages
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.runs import RunsScreen
+from dschat_tui.dashboard.screens.settling import SETTLE_SECONDS, TOO_SOON, Settling
+from dschat_tui.dashboard.screens.start import StartScreen
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import gates
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
-from dschat_tui.screens.chat import ChatScreen
-from dschat_tui.screens.help import Pages
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.screens.runs import RunsScreen
-from dschat_tui.screens.settling import SETTLE_SECONDS, TOO_SOON, Settling
-from dschat_tui.screens.start import StartScreen
 from engine.config.loading import load_config, load_profile, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS

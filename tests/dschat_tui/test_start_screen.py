@@ -17,16 +17,17 @@ from rich.cells import cell_len
 from textual import events
 from textual.pilot import Pilot
 
-from dschat_tui import keys, memory_plan, profiles
-from dschat_tui.app import Dashboard, screen_text
+from dschat_tui import memory_plan, profiles
+from dschat_tui.dashboard import keys
+from dschat_tui.dashboard.app import Dashboard, screen_text
+from dschat_tui.dashboard.screens import start_work
+from dschat_tui.dashboard.screens.help import Pages
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.runs import RunsScreen
+from dschat_tui.dashboard.screens.start import StartScreen
+from dschat_tui.dashboard.widgets.rows import Rows, row_text
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.screens import start_work
-from dschat_tui.screens.help import Pages
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.screens.runs import RunsScreen
-from dschat_tui.screens.start import StartScreen
-from dschat_tui.widgets.rows import Rows, row_text
 from engine.config.loading import load_config, load_profile, to_yaml, user_profiles
 from engine.config.schema import RunConfig
 
@@ -325,7 +326,7 @@ def test_the_data_is_shown_as_the_form_would_use_it(monkeypatch: pytest.MonkeyPa
         await until(pilot, lambda: isinstance(pilot.app.screen, Pages))
         shown = await press(pilot)
         told = " ".join(shown.replace("│", " ").split())
-        assert "row 1 [bold]decoded -m dschat_tui.cli data inspect embedded:facts" in told
+        assert "row 1 [bold]decoded -m dschat_tui.cli.main data inspect embedded:facts" in told
         assert "--set sft.max_length=48" in told
 
     drive(script, (160, 50))

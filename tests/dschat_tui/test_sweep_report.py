@@ -15,7 +15,7 @@ import pytest
 from log_entries import ppo_step
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.sweep import report
 from dschat_tui.sweep.results import QUANTITIES, WARMUP_STEPS, measure, tree_bytes
 from dschat_tui.sweep.state import SweepFolder

@@ -20,7 +20,7 @@ from log_entries import ppo_step
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
@@ -424,7 +424,7 @@ def start(run, environment):
         )
 
 supervisor.start = start
-from dschat_tui.cli import main
+from dschat_tui.cli.main import main
 main()
 """
 SUPERVISOR = """

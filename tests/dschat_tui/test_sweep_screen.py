@@ -11,9 +11,9 @@ import pytest
 from rich.cells import cell_len
 from textual.pilot import Pilot
 
-from dschat_tui.app import Dashboard, screen_text
-from dschat_tui.screens.run import RunScreen
-from dschat_tui.screens.sweep import SweepScreen
+from dschat_tui.dashboard.app import Dashboard, screen_text
+from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.sweep import SweepScreen
 from dschat_tui.sweep.state import SweepFolder
 
 SIZES = [(60, 16), (80, 24), (100, 30), (160, 50)]

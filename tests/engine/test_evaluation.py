@@ -12,7 +12,7 @@ from plain_torch import perplexity, rating_by_likelihood, rating_by_score, ratin
 from small_run import configuration
 from typer.testing import CliRunner
 
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from engine import evaluation
 from engine.config.loading import to_yaml
 from engine.data.phases import build_phase

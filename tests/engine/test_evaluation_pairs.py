@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dschat_tui.chat.commands import respond
 from dschat_tui.chat.session import Session
-from dschat_tui.cli import app
+from dschat_tui.cli.main import app
 from engine.config.loading import to_yaml
 from engine.evaluation import score_pairs
 from engine.generation.chat import ChatJudge

@@ -1,0 +1,1 @@
+"""`dschat`: one file a command, with what it prints."""

@@ -1,0 +1,214 @@
+"""`dschat run`: start a run or go on with one, and watch it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from dschat_tui.cli.shared import (
+    AcceptOption,
+    Assignments,
+    DataOption,
+    DetachFlag,
+    JsonFlag,
+    ProfileOption,
+    find_run,
+    load_config,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from dschat_tui.runs.folder import RunFolder
+    from dschat_tui.runs.preflight import Plan
+
+
+def run(
+    profile: ProfileOption = "tiny",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: output/NAME, the next free.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Steps to run, of 1,2,3. Default: all that are needed.")
+    ] = None,
+    data: DataOption = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, show configuration and commands, and end.")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run, after its newest checkpoint."),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="With --resume: change what mends the failure.")
+    ] = False,
+    accept: AcceptOption = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard",
+            help="On a terminal: watch in the dashboard; once it is done, talk with the result.",
+        ),
+    ] = False,
+    detach: DetachFlag = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Run the steps one after another: SFT, reward model, RLHF."""
+    from dschat_tui.runs.folder import next_free
+    from dschat_tui.runs.preflight import Refusal, prepare
+
+    if dashboard and (detach or json_output):
+        refuse("--dashboard shows the run: leave out --detach and --json")
+    if resume is not None:
+        others = {"--output": output, "--steps": steps, "--data": data, "--dry-run": dry_run}
+        given = [name for name, value in others.items() if value]
+        if given:
+            refuse(f"--resume goes on with a run as it is: leave out {', '.join(given)}")
+        resume_and_watch(
+            resume, assignments or [], fix, accept, detach, json_output, dashboard=dashboard
+        )
+    if fix:
+        refuse("--fix mends a run that failed: give it with --resume RUN")
+    if accept is not None:
+        refuse("--accept goes on with a run that waits at a gate: give it with --resume RUN")
+    config = load_config(profile, data or [], assignments or [])
+    name = Path(profile).stem
+    folder = output if output is not None else next_free(Path("output"), name)
+    try:
+        plan = prepare(config, folder, _step_numbers(steps))
+    except Refusal as refusal:
+        refuse(*refusal.reasons)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
+    if dry_run:
+        _show_plan(plan, json_output)
+        return
+
+    from dschat_tui.runs import supervisor
+    from engine.config.loading import to_yaml
+
+    try:
+        plan.run.create(to_yaml(plan.config), name, plan.steps)
+    except OSError as error:
+        refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
+    process = supervisor.start(plan.run)
+    if detach:
+        _tell_detached(plan.run, json_output)
+    raise typer.Exit(_watch(plan.run, process, json_output, dashboard))
+
+
+def resume_and_watch(
+    name: str,
+    assignments: list[str],
+    fix: bool,
+    accept: str | None,
+    detach: bool,
+    json_output: bool,
+    dashboard: bool = False,
+) -> NoReturn:
+    """Go on with a run, told by its name or folder, and exit as it ends."""
+    from dschat_tui.runs import resume, supervisor
+    from dschat_tui.runs.preflight import Refusal
+
+    folder = find_run(name)
+    try:
+        resumption = resume.prepare_resume(folder, assignments, fix, accept)
+        for change in resumption.changes:
+            typer.echo(f"changed: {change}", err=True)
+        after = "from its beginning" if resumption.after is None else f"after {resumption.after}"
+        first = resumption.first
+        typer.echo(f"goes on with step {first.number} ({first.title}) {after}", err=True)
+        resume.apply(resumption)
+    except Refusal as refusal:
+        refuse(*refusal.reasons)
+    except OSError as error:
+        refuse(f"cannot write the run's folder {folder.path}: {error.strerror}")
+    process = supervisor.start(folder)
+    if detach:
+        _tell_detached(folder, json_output)
+    raise typer.Exit(_watch(folder, process, json_output, dashboard))
+
+
+def _watch(
+    run: RunFolder, process: subprocess.Popen[bytes], json_output: bool, dashboard: bool
+) -> int:
+    """Watch a run that was just started until it ends or is left; the exit code."""
+    from dschat_tui.runs import watch
+
+    if dashboard:
+        from dschat_tui.dashboard.app import has_terminal
+
+        if has_terminal():
+            return in_dashboard(run, process)
+    return watch.watch(run, process, json_output)
+
+
+def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
+    """Watch a run in the dashboard; then its summary, and the chat if it is done."""
+    from dschat_tui.dashboard import app
+    from dschat_tui.logs.source import find_source
+    from dschat_tui.runs import control, watch
+    from dschat_tui.runs.state import unknown_run_state
+
+    source = find_source(run.path)
+    code = app.show(app.Dashboard(source, leads_to="the summary, then a chat with the result"))
+    if code:
+        return code  # a signal ended it
+    state = run.read_state() or unknown_run_state()
+    goes_on = process.poll() is None or control.has_supervisor(state)
+    if goes_on and not (state["stop"] or run.stop_request.exists()):
+        watch.tell_detached(run)
+        return 0
+    code = watch.watch(run, process if process.poll() is None else None, json_output=False)
+    if code == 0 and watch.can_talk(run.read_state() or unknown_run_state()):
+        from dschat_tui.cli.chat import chat
+
+        chat(str(run.path))
+    return code
+
+
+def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
+    """Print where a run is that goes on by itself, and end."""
+    if json_output:
+        typer.echo(json.dumps({"name": run.path.name, "path": str(run.path)}))
+    else:
+        typer.echo(str(run.path))
+    raise typer.Exit(0)
+
+
+def _step_numbers(steps: str | None) -> list[int] | None:
+    if steps is None:
+        return None
+    parts = [part.strip() for part in steps.split(",")]
+    if not all(part in ("1", "2", "3") for part in parts):
+        refuse(f"--steps {steps}: steps are 1, 2 and 3, with commas between, such as --steps 1,2")
+    return sorted({int(part) for part in parts})
+
+
+def _show_plan(plan: Plan, json_output: bool) -> None:
+    """The resolved configuration and the commands, the port being one that is free now."""
+    import shlex
+
+    from dschat_tui.runs import launch
+    from engine.config.loading import to_yaml
+
+    port = plan.config.launch.master_port or launch.free_port()
+    commands = {s.name: launch.step_command(plan.config, plan.run, s, port) for s in plan.steps}
+    if json_output:
+        document: dict[str, Any] = {
+            "output": str(plan.run.path),
+            "config": plan.config.model_dump(mode="json"),
+            "commands": commands,
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    typer.echo(f"# resolved configuration, as {plan.run.config_file} would hold it")
+    typer.echo(to_yaml(plan.config))
+    typer.echo("# commands, one after another; each takes a port of its own that is free")
+    for command in commands.values():
+        typer.echo(shlex.join(command))

@@ -1,0 +1,1 @@
+"""`dschat-tui`: the app, its keys, screens and widgets."""

@@ -1,0 +1,189 @@
+"""The plan of a run as rows: a bar for each step, and what is in it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.cells import cell_len
+
+from dschat_tui.dashboard.widgets.rows import Row, fit
+from dschat_tui.text import Glyphs
+from engine.config.steps import BY_NAME
+
+if TYPE_CHECKING:
+    from dschat_tui.memory_plan import Report
+    from engine.planning import Item, StepPlan
+
+
+class Part(NamedTuple):
+    """A part of a bar: the letter that it begins with, its name, its style."""
+
+    letter: str
+    name: str
+    style: str
+
+
+PARTS = (
+    Part("A", "actor", "line0"),
+    Part("F", "reference", "band0"),
+    Part("C", "critic", "line1"),
+    Part("R", "reward", "band1"),
+    Part("E", "actor_ema", "band0"),
+    Part("O", "optimizer", "line2"),
+    Part("X", "activations", "warn"),
+    Part("K", "cache", "band2"),
+    Part("P", "process", "muted"),
+    Part("H", "heap", "muted"),
+)
+# whatever else a model holds beside these are gradients, moments and buffers of its optimizer
+_WEIGHTS = ("weights", "gathered", "partition", "copy", "average")
+_OPTIMIZER = ("master", "Adam", "gradient", "reduction", "way back")
+_SHORTEST_BAR = 10
+_LABEL_WIDTH = 20
+
+
+def part_of(item: Item) -> str:
+    """The part of the bar that something of a plan belongs to."""
+    if item.model == "process":
+        return "process"
+    if "holes" in item.what:
+        return "heap"
+    if "cache" in item.what:
+        return "cache"
+    if "activations" in item.what or "logits" in item.what:
+        return "activations"
+    if any(word in item.what for word in _OPTIMIZER):
+        return "optimizer"
+    return item.model if any(word in item.what for word in _WEIGHTS) else "optimizer"
+
+
+def fullest_phase(step: StepPlan, ranks: int | None) -> str:
+    """The phase of a step that holds most: on the host of so many ranks, or None: on a device."""
+    if ranks is None:
+        devices = {name: on_device for name, (on_device, _) in step.phases().items()}
+        return max(devices, key=devices.__getitem__)
+    hosts = step.node_phases(ranks)
+    return max(hosts, key=hosts.__getitem__)
+
+
+def parts_of(step: StepPlan, ranks: int | None) -> dict[str, int]:
+    """Bytes by part in the phase that holds most.
+
+    Args:
+        step: the plan of a step.
+        ranks: on the host of a node that has so many ranks; None: on the device of the first one.
+    """
+    sizes: dict[str, int] = {}
+    phase = fullest_phase(step, ranks)
+    for item in step.items:
+        if item.phase in ("always", phase):
+            times = 1 if ranks is None or item.first_rank else ranks
+            size = item.device_bytes if ranks is None else times * item.host_bytes
+            sizes[part_of(item)] = sizes.get(part_of(item), 0) + size
+    return {part.name: sizes[part.name] for part in PARTS if sizes.get(part.name)}
+
+
+def bar(sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs) -> Row:
+    """Parts after one another, each from its letter on, against what there is.
+
+    Where they need more than that, the bar is as long as the need, with a mark where it ends.
+    """
+    whole = max(capacity, sum(sizes.values()))
+    exact = {name: size / whole * width for name, size in sizes.items()}
+    cells = {name: int(share) for name, share in exact.items()}
+    used = max(round(sum(exact.values())), 1) if sizes else 0
+    # what is left of whole cells goes to the parts that are nearest to one more
+    for name in sorted(sizes, key=lambda name: cells[name] - exact[name]):
+        cells[name] += sum(cells.values()) < used
+    row: Row = []
+    for index, part in enumerate(PARTS):
+        if cells.get(part.name):
+            text = part.letter + glyphs.parts[index % 3] * (cells[part.name] - 1)
+            row.append((text, part.style))
+    row.append((glyphs.dot * (width - used), "muted"))
+    if whole > capacity:
+        row = _marked(row, min(round(capacity / whole * width), width - 1), glyphs.cursor)
+    return row
+
+
+def _marked(row: Row, cell: int, sign: str) -> Row:
+    """A row with a sign in place of one of its cells; all of its signs are one cell wide."""
+    marked: Row = []
+    start = 0
+    for text, style in row:
+        if start <= cell < start + len(text):
+            at = cell - start
+            marked += [(text[:at], style), (sign, "bad"), (text[at + 1 :], style)]
+        else:
+            marked.append((text, style))
+        start += len(text)
+    return [(text, style) for text, style in marked if text]
+
+
+def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> list[Row]:
+    """The verdict, a bar for each step, the legend, then the numbers of each step.
+
+    `is_searched`: whether it is known what would make it fit.
+    """
+    from dschat_tui.memory_plan import verdict
+
+    style, sign = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
+    lines = verdict(report)
+    if not report.fits and not is_searched:
+        lines[1:] = ["looking for what makes it fit"]
+    elif report.change is not None:
+        lines[-1] += " (w sets that)"
+    told = [row for line in lines for row in wrapped(line, width - 2, "text")]
+    rows: list[Row] = [[(f"{sign} ", style), *told[0]]]
+    rows += [[("  ", "text"), *row] for row in told[1:]]
+    seen: set[str] = set()
+    numbers: list[Row] = []
+    plan = report.plan
+    for step in plan.steps:
+        label = f"{BY_NAME[step.step].number} {BY_NAME[step.step].short_title}"
+        # on a CPU all is host memory, that of all ranks of a node together
+        places = [(True, report.memory_bytes)] if plan.device == "cpu" else []
+        if plan.device == "cuda":
+            places.append((False, report.memory_bytes))
+            if step.host_bytes and report.host_memory_bytes is not None:
+                places.append((True, report.host_memory_bytes))
+        for on_host, capacity in places:
+            ranks = plan.ranks_per_node if on_host else None
+            sizes = parts_of(step, ranks)
+            seen |= sizes.keys()
+            where = f"{label} host" if on_host and plan.device == "cuda" else label
+            rows.append(_bar_row(where, sizes, capacity, width, glyphs))
+            numbers += _numbers(where, fullest_phase(step, ranks), sizes, width)
+    legend = "  ".join(f"{part.letter} {part.name}" for part in PARTS if part.name in seen)
+    rows += wrapped(f"{legend}  (GiB, at the peak of each step)", width, "muted")
+    return rows + numbers
+
+
+def _bar_row(
+    label: str, sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs
+) -> Row:
+    from dschat_tui.memory_plan import gib
+
+    needed = sum(sizes.values())
+    enough = needed <= capacity
+    told = f" {gib(needed)} of {gib(capacity)} {glyphs.done if enough else glyphs.failed}"
+    room = width - _LABEL_WIDTH - cell_len(told)
+    row: Row = [(f"{label:<{_LABEL_WIDTH}}", "strong")]
+    if room >= _SHORTEST_BAR:
+        row += bar(sizes, capacity, room, glyphs)
+    return fit([*row, (told, "good" if enough else "bad")], width, glyphs.cut)
+
+
+def _numbers(label: str, phase: str, sizes: Mapping[str, int], width: int) -> list[Row]:
+    from dschat_tui.memory_plan import gib
+
+    told = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+    return wrapped(f"{label}, while: {phase}: {told}", width, "muted")
+
+
+def wrapped(text: str, width: int, style: str) -> list[Row]:
+    """A text broken at a width, its later rows set in by two cells."""
+    lines = textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_on_hyphens=False)
+    return [[(line, style)] for line in lines or [""]]

@@ -1,0 +1,236 @@
+"""The sweep screen: the matrix filling in, cell by cell; enter opens a cell as a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from rich.cells import set_cell_size
+from textual.app import ComposeResult
+
+from dschat_tui.dashboard import keys
+from dschat_tui.dashboard.screens.base import DashboardScreen
+from dschat_tui.dashboard.widgets.bars import Line
+from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.rows import Row
+from dschat_tui.logs.source import SourceError, find_source
+from dschat_tui.sweep.report import bar_text, fastest, shown, smallest
+from dschat_tui.sweep.results import QUANTITIES
+from dschat_tui.sweep.state import SweepError, SweepFolder, counted, is_going_on
+from dschat_tui.text import ASCII, Glyphs, clean, duration
+
+REFRESH_SECONDS = 1.0
+STATE_CELLS, TIME_CELLS, NUMBER_CELLS = 9, 8, 11
+LEAST_NAME_CELLS = 24
+LEAST_BAR_CELLS, MOST_BAR_CELLS = 10, 40
+MOST_DETAIL_ROWS = 2
+STYLES = {
+    "done": "good",
+    "running": "strong",
+    "failed": "bad",
+    "oom": "bad",
+    "timeout": "warn",
+    "pending": "muted",
+    "pruned": "muted",
+}
+COLUMNS = ("samples_per_s", "peak_device_bytes", "peak_host_bytes", "reward", "loss")
+
+
+class CellRows:
+    """A row a cell: its name, state, time, what it measured, and the bar of its step."""
+
+    def __init__(self, state: Mapping[str, Any], width: int, glyphs: Glyphs) -> None:
+        self.cells: Sequence[Mapping[str, Any]] = state["cells"]
+        self._glyphs = glyphs
+        self._columns = [
+            quantity
+            for quantity in QUANTITIES
+            if quantity.key in COLUMNS and any(c.get(quantity.key) is not None for c in self.cells)
+        ]
+        self._longest = max((c["step_s"] for c in self.cells if c.get("step_s")), default=1.0)
+        names = max((len(cell["name"]) for cell in self.cells), default=0)
+        left = width - 3 - STATE_CELLS - TIME_CELLS - 1
+        # the name first, then numbers, and the bar of what is left
+        self._name_cells = max(LEAST_NAME_CELLS, min(names, left))
+        left -= self._name_cells
+        self._columns = self._columns[: max(0, left // NUMBER_CELLS)]
+        left -= NUMBER_CELLS * len(self._columns) + 2
+        self._bar_cells = min(MOST_BAR_CELLS, left) if left >= LEAST_BAR_CELLS else 0
+
+    @property
+    def count(self) -> int:
+        """How many cells there are."""
+        return len(self.cells)
+
+    @property
+    def head(self) -> Row:
+        """The titles over the columns."""
+        titles = "".join(f"{quantity.title:>{NUMBER_CELLS}}" for quantity in self._columns)
+        bar = "generate, train, other" if self._bar_cells >= 22 else ""
+        text = f"   {'cell':<{self._name_cells}} {'state':<{STATE_CELLS}}{'time':>{TIME_CELLS}}"
+        return [(f"{text}{titles}  {bar}".rstrip(), "muted")]
+
+    def rows(self, first: int, count: int, shift: int) -> list[Row]:
+        """Rows from `first` on."""
+        return [self._row(cell) for cell in self.cells[first : first + count]]
+
+    def _row(self, cell: Mapping[str, Any]) -> Row:
+        state = cell["state"]
+        seconds = cell.get("seconds")
+        if state == "running" and cell.get("started"):
+            seconds = time.time() - cell["started"]
+        name = set_cell_size(clean(cell["name"], self._glyphs is ASCII), self._name_cells)
+        took = duration(seconds) if seconds else ""
+        style = STYLES.get(state, "text")
+        row: Row = [
+            (f" {self._sign(state)} ", style),
+            (f"{name} ", "text"),
+            (f"{state:<{STATE_CELLS}}", style),
+            (f"{took:>{TIME_CELLS}}", "text"),
+        ]
+        if state != "done":
+            return row
+        numbers = "".join(
+            f"{shown(quantity, cell.get(quantity.key)):>{NUMBER_CELLS}}"
+            for quantity in self._columns
+        )
+        row.append((numbers, "text"))
+        if self._bar_cells:
+            bar = bar_text(cell, self._longest, self._bar_cells, self._glyphs.parts)
+            row.append((f"  {bar}", "line0"))
+        return row
+
+    def _sign(self, state: str) -> str:
+        glyphs = self._glyphs
+        signs = {
+            "done": glyphs.done,
+            "running": glyphs.running,
+            "pending": glyphs.pending,
+            "pruned": glyphs.dot,
+            "timeout": glyphs.stopped,
+        }
+        return signs.get(state, glyphs.failed)
+
+
+class SweepScreen(DashboardScreen):
+    """One sweep, read from its sweep.json once a second."""
+
+    CSS_PATH = "sweep.tcss"
+    BINDINGS = keys.bindings("sweep")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.folder = SweepFolder(path)
+        self.state: dict[str, Any] | None = None
+
+    @property
+    def chosen(self) -> Mapping[str, Any] | None:
+        """The cell under the cursor."""
+        cells = self.state["cells"] if self.state else []
+        cursor = self.query_one("#cells", LineList).cursor
+        return cells[cursor] if cursor < len(cells) else None
+
+    def compose(self) -> ComposeResult:
+        """A title, the matrix, the cell under the cursor, the keys."""
+        yield Line(id="sweep-title")
+        yield Line(id="sweep-head")
+        yield LineList(id="cells")
+        yield Line(id="sweep-details")
+        yield Line(id="sweep-keys")
+
+    def on_mount(self) -> None:
+        """Read the sweep now and every second."""
+        self.query_one("#cells", LineList).focus()
+        self.set_interval(REFRESH_SECONDS, self.read)
+        self.call_after_refresh(self.read)
+
+    def on_screen_resume(self) -> None:
+        """Read the sweep when this screen comes back."""
+        self.call_after_refresh(self.read)
+
+    def read(self) -> None:
+        """Look at the sweep as it is now."""
+        if not self.is_current:
+            return
+        try:
+            self.state = self.folder.read() or self.state
+        except (OSError, SweepError) as error:
+            # the folder stands beside it, and may leave no room for the rest
+            self.tell(str(error).removeprefix(f"{self.folder.path}/"))
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw what has changed."""
+        if not self.can_draw:
+            return
+        enter: Row = [(" enter", "strong"), (" open the cell ", "muted")]
+        self.query_one("#sweep-keys", Line).show(enter + self.key_hints("sweep", "app"))
+        title: Row = [(" sweep", "strong")]
+        place: Row = [(f"  {clean(str(self.folder.path), self.ascii_only)}", "muted")]
+        if self.told:
+            place.insert(0, (f"  {self.told}", "warn"))
+        listed = self.query_one("#cells", LineList)
+        if self.state is None:
+            self.query_one("#sweep-title", Line).show(title + place)
+            listed.show(Nothing("no sweep.json yet"))
+            return
+        standing = self.state["state"]
+        if standing == "running" and not is_going_on(self.state):
+            standing = "stopped"
+        title.append((f"  {standing}  {counted(self.state)}", "text"))
+        self.query_one("#sweep-title", Line).show(title + place)
+        rows = CellRows(self.state, self.size.width, self.glyphs)
+        self.query_one("#sweep-head", Line).show(rows.head)
+        listed.show(rows)
+        self._draw_details()
+
+    def _draw_details(self) -> None:
+        cell = self.chosen
+        if cell is None or self.state is None:
+            return
+        lines = [f"{cell['name']}: {cell['state']}"]
+        if cell["reason"]:
+            lines.append(cell["reason"])
+        if cell.get("cause"):
+            lines.append(str(cell["cause"].get("advice", "")))
+        told = [
+            f"{quantity.title} {shown(quantity, cell[quantity.key])}"
+            for quantity in QUANTITIES
+            if cell.get(quantity.key) is not None
+        ]
+        half = -(-len(told) // 2)
+        lines += [", ".join(part) for part in (told[:half], told[half:]) if part]
+        best, small = fastest(self.state), smallest(self.state)
+        if best is not None:
+            lines.append(f"fastest: {best['name']}")
+        if small is not None:
+            lines.append(f"smallest: {small[0]['name']}")
+        shown_rows: list[Row] = [
+            [(f" {part}", "text")]
+            for line in lines
+            for part in wrap(clean(line, self.ascii_only), self.size.width - 2)[:MOST_DETAIL_ROWS]
+        ]
+        self.query_one("#sweep-details", Line).show(*shown_rows)
+
+    def on_line_list_moved(self, message: LineList.Moved) -> None:
+        """Show the cell under the cursor in detail."""
+        self._draw_details()
+
+    def on_line_list_picked(self, message: LineList.Picked) -> None:
+        """Open a cell as a run."""
+        cell = self.chosen
+        if cell is None:
+            return
+        try:
+            source = find_source(self.folder.path / cell["name"])
+        except SourceError:
+            self.tell(f"no run: it is {cell['state']}")
+            return
+        self.app.open_run(source)  # type: ignore[attr-defined]
+
+    def action_back(self) -> None:
+        """Back to the screen before."""
+        self.leave()
