@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
 # control characters, and what turns the direction of text or is not seen at all
@@ -54,9 +55,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def shown_path(path: Path) -> str:
+    """A path relative to the working folder where it lies in it, else as it is."""
+    working = Path.cwd()
+    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
+
+
 @dataclass(frozen=True)
 class Glyphs:
-    """The signs that the screen draws with."""
+    """The characters that the screens draw with."""
 
     done: str
     running: str

@@ -8,9 +8,9 @@ from typing import Any
 
 from dschat_tui.runs import gates
 from dschat_tui.runs.control import Described
-from dschat_tui.runs.results import duration, summary_text
+from dschat_tui.runs.results import summary_text
 from dschat_tui.runs.state import RunState, steps_of
-from dschat_tui.text import clean
+from dschat_tui.text import clean, duration
 from engine.config.steps import STEPS
 
 EXTREMES = ("least", "greatest")

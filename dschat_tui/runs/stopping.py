@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dschat_tui.runs import control
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.processes import leftovers
-from dschat_tui.runs.results import duration
 from dschat_tui.runs.state import RUNNING, RunState
 from dschat_tui.runs.supervisor import SAVE_SECONDS
+from dschat_tui.text import duration
 
 POLL_SECONDS = 0.2
 SECONDS_BETWEEN_NOTES = 10.0

@@ -12,17 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dschat_tui import hangup
 from dschat_tui.cli import tables
 from dschat_tui.logs.follow import Follower
+from dschat_tui.logs.model import LogModel
+from dschat_tui.logs.parse import LogParser
 from dschat_tui.runs import control, gates, stopping
 from dschat_tui.runs.failures import last_line
 from dschat_tui.runs.folder import RunFolder, RunIsHeld
-from dschat_tui.runs.results import duration
+from dschat_tui.runs.progress import Progress, progress_of
 from dschat_tui.runs.state import (
     DONE,
     FAILED,
@@ -33,8 +34,8 @@ from dschat_tui.runs.state import (
     steps_of,
     unknown_run_state,
 )
+from dschat_tui.text import duration, shown_path
 from engine.config.steps import STEPS, Step
-from engine.log.read import LogReader
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,77 +43,51 @@ if TYPE_CHECKING:
 EXIT_CODES = {DONE: 0, FAILED: 1, PAUSED: 1, STOPPED: 130}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DETACHED = "detached"
+STARTING, TRAINING = "starting", "training"
 QUESTION = "[d]etach and leave it running, [s]top it (saves a checkpoint), or [c]ontinue watching? "
 POLL_SECONDS = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 
 
-@dataclass
-class StepProgress:
-    """How far a running step is, from its log and metrics."""
+class StepWatch:
+    """Follows the log of one step; `warnings` are those of the log, in order."""
 
-    step: Step
-    folder: Path
-    phase: str = "starting"
-    percent: int | None = None
-    done: int = 0
-    total: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._log = Follower(self.folder / "training.log")
-        self._reader = LogReader()
-        self._first: tuple[float, int] | None = None
+    def __init__(self, step: Step, folder: Path) -> None:
+        self.step = step
+        self.model = LogModel()
+        self.warnings: list[str] = []
+        self._log = Follower(folder / "training.log")
+        self._parser = LogParser()
 
     def update(self) -> None:
         """Read what was written since the last call."""
         more = True
         while more:
             batch = self._log.read()
-            for line in batch.lines:
-                for record in self._reader.feed(line):
-                    self._read(record)
+            update = self._parser.read(batch)
+            self.model.apply(update)
+            self.warnings += [event.text for event in update.events if event.kind == "warning"]
             more = batch.more
 
-    def _read(self, record: dict[str, Any]) -> None:
-        kind = record["kind"]
-        if kind == "phase":
-            self.phase, self.percent = record["name"], record["percent"]
-        elif kind == "warning":
-            self.warnings.append(record["text"])
-        elif kind == "metrics":
-            self.phase, self.percent = "training", None
-            self.done = record["step"] + 1
-            self.total = int(record.get("total_steps") or 0)
-            self.metrics = record
-            if self._first is None:
-                self._first = (time.monotonic(), self.done)
-
-    def remaining_seconds(self) -> float | None:
-        """Time left at the pace since the first step seen, or None before there is a pace."""
-        if self._first is None or self.done <= self._first[1] or not self.total:
-            return None
-        pace = (time.monotonic() - self._first[0]) / (self.done - self._first[1])
-        return pace * (self.total - self.done)
+    @property
+    def progress(self) -> Progress:
+        """How far the step is."""
+        return progress_of(self.model)
 
     def line(self) -> str:
         """Phase, step, metrics and time left in one line."""
+        progress = self.progress
         parts = []
-        if not self.done or self.phase != "training":
-            percent = "" if self.percent is None else f" {self.percent} %"
-            parts.append(tables.plain(self.phase) + percent)
-        if self.done:
-            parts.append(f"{self.done}/{self.total}" if self.total else f"step {self.done}")
+        if not progress.done or progress.phase != TRAINING:
+            parts.append(progress.phase_text() or STARTING)
+        if progress.done:
+            total = progress.total
+            parts.append(f"{progress.done}/{total}" if total else f"step {progress.done}")
         for name in self.step.live_metrics:
-            value = self.metrics.get(name)
-            if value is not None:
-                parts.append(
-                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                )
-        remaining = self.remaining_seconds()
-        if remaining is not None:
-            parts.append(f"ETA {duration(remaining)}")
+            if name in self.model.series:
+                parts.append(f"{name} {self.model.series[name].last:.4g}")
+        if progress.remaining_seconds is not None:
+            parts.append(f"ETA {duration(progress.remaining_seconds)}")
         return ", ".join(parts)
 
 
@@ -126,7 +101,7 @@ class Watch:
         self.run = run
         self.supervisor = supervisor
         self.state = run.read_state() or unknown_run_state()
-        self.progress: StepProgress | None = None
+        self.step_watch: StepWatch | None = None
         self.stop_requests = 0
         self.interrupts = 0
 
@@ -177,9 +152,9 @@ class Watch:
         step = self.running_step()
         if step is None:
             return
-        if self.progress is None or self.progress.step != step:
-            self.progress = StepProgress(step, self.run.step_folder(step))
-        self.progress.update()
+        if self.step_watch is None or self.step_watch.step != step:
+            self.step_watch = StepWatch(step, self.run.step_folder(step))
+        self.step_watch.update()
 
     def running_step(self) -> Step | None:
         """The step that runs now."""
@@ -251,7 +226,7 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
         return 0
     if outcome == DONE:
         if can_talk(watched.state) and not json_output:
-            print(f"\nTalk with it: dschat chat --path {shlex.quote(_shown_path(run.path))}")
+            print(f"\nTalk with it: dschat chat --path {shlex.quote(shown_path(run.path))}")
         return EXIT_CODES[DONE]
     print(_explain(run, watched.state), file=sys.stderr)
     return EXIT_CODES.get(outcome, EXIT_CODES[FAILED])
@@ -259,7 +234,7 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
 
 def tell_detached(run: RunFolder) -> None:
     """Say that a run goes on although nobody watches it any more."""
-    shown = shlex.quote(_shown_path(run.path))
+    shown = shlex.quote(shown_path(run.path))
     print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
 
 
@@ -298,7 +273,7 @@ def _explain(run: RunFolder, state: RunState) -> str:
             )
     if state["state"] == PAUSED:
         told = "; ".join(gates.told(record) for record in gates.waiting(state))
-        shown = shlex.quote(_shown_path(run.path))
+        shown = shlex.quote(shown_path(run.path))
         return (
             f"dschat: paused: {told}. Look at it: dschat runs show {shown}. To go on say why: "
             f'dschat runs resume {shown} --accept "REASON"'
@@ -306,19 +281,13 @@ def _explain(run: RunFolder, state: RunState) -> str:
     if state["state"] == STOPPED:
         return (
             "dschat: stopped; nothing of the run is left running. Go on: dschat run --resume "
-            + shlex.quote(_shown_path(run.path))
+            + shlex.quote(shown_path(run.path))
         )
     running = [r["process"] for r in state["steps"].values() if r["state"] == RUNNING]
     leader = next(filter(None, running), None)
     left = f"; its process group {leader['pid']} may still run" if leader else ""
     said = tables.plain(last_line(run.supervisor_log))
     return f"dschat: the run's supervisor is gone ({said}){left}. See {run.supervisor_log}"
-
-
-def _shown_path(path: Path) -> str:
-    """The path relative to the working folder where that is shorter."""
-    working = Path.cwd()
-    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
 
 
 def _display(watched: Watch) -> AbstractContextManager[Callable[[], None]]:
@@ -340,7 +309,7 @@ class _Lines:
         print(f"run: {watched.run.path}", file=sys.stderr)
 
     def __call__(self) -> None:
-        progress = self.watched.progress
+        step_watch = self.watched.step_watch
         missed = gates.known(self.watched.state)
         for record in missed[self.gates :]:
             print(f"gate: {gates.told(record)}", file=sys.stderr)
@@ -351,19 +320,20 @@ class _Lines:
                 self.shown = told
                 print(self.watched.stopping_text(), file=sys.stderr, flush=True)
             return
-        if progress is None:
+        if step_watch is None:
             return
-        now, current = time.monotonic(), (progress.step.name, progress.phase)
+        now = time.monotonic()
+        current = (step_watch.step.name, step_watch.progress.phase or STARTING)
         if current[0] != self.shown[0]:
             self.warnings = 0
-        for text in progress.warnings[self.warnings :]:
+        for text in step_watch.warnings[self.warnings :]:
             print(f"warning: {tables.plain(text)}", file=sys.stderr)
-        self.warnings = len(progress.warnings)
+        self.warnings = len(step_watch.warnings)
         if current == self.shown and now - self.last < SECONDS_BETWEEN_LINES:
             return
         self.shown, self.last = current, now
-        step = progress.step
-        print(f"step {step.number} {step.title}: {progress.line()}", file=sys.stderr, flush=True)
+        step = step_watch.step
+        print(f"step {step.number} {step.title}: {step_watch.line()}", file=sys.stderr, flush=True)
 
 
 class _LivePicture:
@@ -408,10 +378,11 @@ class _LivePicture:
             seconds = (record["ended"] or time.time()) - started if started else None
             bar: RenderableType = ""
             told = tables.summary_text(step.name, record["metrics"])
-            progress = watched.progress
-            if record["state"] == RUNNING and progress is not None and progress.step == step:
+            followed = watched.step_watch
+            if record["state"] == RUNNING and followed is not None and followed.step == step:
+                progress = followed.progress
                 bar = ProgressBar(total=progress.total or 1, completed=progress.done, width=20)
-                told = progress.line()
+                told = followed.line()
             grid.add_row(
                 Text(f"{step.number} {step.title}"),
                 Text(record["state"], style=colours.get(record["state"], "dim")),
@@ -420,8 +391,8 @@ class _LivePicture:
                 Text(told),
             )
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
-        if watched.progress is not None and watched.progress.warnings:
-            lines.append(Text(tables.plain(watched.progress.warnings[-1]), style="yellow"))
+        if watched.step_watch is not None and watched.step_watch.warnings:
+            lines.append(Text(tables.plain(watched.step_watch.warnings[-1]), style="yellow"))
         lines += [
             Text(f"gate: {gates.told_whole(gate)}", style="yellow")
             for gate in gates.known(watched.state)

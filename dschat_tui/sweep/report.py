@@ -11,11 +11,11 @@ from html import escape
 from typing import Any
 
 from dschat_tui.cli.tables import aligned, plain
-from dschat_tui.runs.results import duration
 from dschat_tui.runs.state import DONE
 from dschat_tui.sweep.matrix import value_text
 from dschat_tui.sweep.results import QUANTITIES, Quantity
 from dschat_tui.sweep.state import Record, SweepFolder, counted
+from dschat_tui.text import duration
 
 # What the effect of an axis, and a comparison, are told of.
 COMPARED = ("samples_per_s", "step_s", "generate_s", "train_s")

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from dschat_tui.cli import tables
-from dschat_tui.runs.results import duration
 from dschat_tui.runs.state import DONE, FAILED, RUNNING
+from dschat_tui.runs.watch import STARTING
 from dschat_tui.sweep.report import bar_text, one_line, shown
 from dschat_tui.sweep.results import QUANTITIES
 from dschat_tui.sweep.runner import Display, Runner
 from dschat_tui.sweep.state import OOM, PRUNED, TIMEOUT, Record, counted
+from dschat_tui.text import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,9 +83,9 @@ class Lines:
             return
         self.last = now
         for task in runner.tasks:
-            progress = task.watch.progress
-            if progress is not None:
-                self._say(f"  {task.record['name']}: {progress.line()}")
+            followed = task.watch.step_watch
+            if followed is not None:
+                self._say(f"  {task.record['name']}: {followed.line()}")
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -175,8 +176,8 @@ class LiveTable:
             )
         lines: list[RenderableType] = [table, Text(counted(self.state), style="bold")]
         for task in runner.tasks:
-            progress = task.watch.progress
-            how_far = progress.line() if progress is not None else "starting"
+            followed = task.watch.step_watch
+            how_far = followed.line() if followed is not None else STARTING
             lines.append(Text(f"{task.record['name']}: {tables.plain(how_far)}", style="cyan"))
         if runner.is_stopping and runner.tasks:
             lines.append(Text(stopping_text(runner), style="yellow"))

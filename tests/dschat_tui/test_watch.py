@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pty
 import select
@@ -17,6 +18,8 @@ import pytest
 from dschat_tui.runs import control, results, watch
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import history
+from dschat_tui.runs.progress import progress_of
+from dschat_tui.runs.watch import StepWatch
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
@@ -27,36 +30,43 @@ SFT, REWARD, PPO = STEPS[:3]
 
 def test_progress_follows_phase_step_metrics_and_warnings(tmp_path):
     log = tmp_path / "training.log"
-    progress = watch.StepProgress(SFT, tmp_path)
-    progress.update()
-    assert progress.line() == "starting"
+    followed = StepWatch(SFT, tmp_path)
+    followed.update()
+    assert followed.line() == "starting"
 
     log.write_text(write.phase("tokenising", 34) + "\n")
-    progress.update()
-    assert progress.line() == "tokenising 34 %"
+    followed.update()
+    assert followed.line() == "tokenising 34 %"
 
     with log.open("a") as file:
         for step in range(3):
             values = {"loss": 2.5 - step, "total_steps": 12}
             file.write(write.metrics(step, values) + "\n")
         file.write(write.warning("careful") + "\n")
-    progress.update()
-    assert (progress.done, progress.total) == (3, 12)
-    assert "3/12" in progress.line()
-    assert "loss 0.5" in progress.line()
-    assert progress.warnings == ["careful"]
+    followed.update()
+    assert (followed.progress.done, followed.progress.total) == (3, 12)
+    assert followed.line() == "3/12, loss 0.5"
+    assert followed.warnings == ["careful"]
 
 
-def test_time_left_follows_the_pace(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    progress = watch.StepProgress(REWARD, tmp_path)
-    for step in range(5):
-        clock[0] = 100.0 + 2 * step
-        with (tmp_path / "training.log").open("a") as file:
-            file.write(write.metrics(step, {"loss": 1.0, "total_steps": 20}) + "\n")
-        progress.update()
-    assert progress.remaining_seconds() == 2 * 15
+@pytest.mark.parametrize("step", [SFT, REWARD, PPO])
+def test_time_left_follows_the_pace_of_the_log(tmp_path, step):
+    followed = StepWatch(step, tmp_path)
+    with (tmp_path / "training.log").open("w") as file:
+        for number in range(5):
+            # one slow step among four, as the first often is, does not count
+            seconds = 60.0 if number == 0 else 2.0
+            values = {"loss": 1.0, "total_steps": 20}
+            if step == PPO:
+                values["e2e_s"] = seconds
+            else:
+                file.write(write.throughput(None, seconds, math.nan, 8.0, 16, 64) + "\n")
+            file.write(write.metrics(number, values) + "\n")
+    followed.update()
+    assert followed.progress.remaining_seconds == 2 * 15
+    assert "ETA 0:30" in followed.line()
+    # the dashboard shows the same log in the same words
+    assert progress_of(followed.model) == followed.progress
 
 
 def write_metrics(folder, records):

@@ -32,14 +32,15 @@ from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.dashboard.widgets.split import split_rows
 from dschat_tui.dashboard.widgets.stepper import StepView, stepper_row
 from dschat_tui.logs.feed import Feed, History, NewRows, News, Problem
-from dschat_tui.logs.health import CHECK, NOTE, Verdict, Vitals, seconds_a_step, verdicts
+from dschat_tui.logs.health import CHECK, NOTE, Verdict, Vitals, verdicts
 from dschat_tui.logs.lines import LogLines
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.logs.source import ONE_LOG, Source
+from dschat_tui.runs.progress import progress_of
 from dschat_tui.runs.state import PAUSED, RUNNING, RunState, StepState, has_state, unknown_run_state
-from dschat_tui.text import clean
+from dschat_tui.text import clean, shown_path
 from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def _header_row(self, model: LogModel) -> Row:
         dot = f" {self.glyphs.dot} "
-        path = clean(_short_path(self.source.path), self.ascii_only)
+        path = clean(shown_path(self.source.path), self.ascii_only)
         room = self.size.width // (4 if self.is_stopping else 3)
         if len(path) > room:
             path = self.glyphs.cut + path[-room:]
@@ -373,26 +374,21 @@ class RunScreen(ChartKeys, ResumingScreen):
 
     def _step_view(self, key: str) -> StepView:
         model = self.models.get(key) or LogModel()
-        status = model.status
         step, record, state = self._step_of(key), self._record(key), self._state_of(key)
         seconds = None
         if record is not None and record["started"]:
             seconds = (record["ended"] or time.time()) - record["started"]
-        pace = seconds_a_step(model.series) if state == "running" else None
-        remaining = None
-        if pace is not None and status.total > status.done > 0:
-            remaining = pace * (status.total - status.done)
-        percent = "" if status.percent is None else f" {status.percent} %"
+        progress = progress_of(model)
         return StepView(
             number=BY_NAME[step].number,
             title=BY_NAME[step].short_title,
             state=state,
             seconds=seconds,
-            done=status.done,
-            total=status.total,
-            remaining=remaining,
-            phase=clean(status.phase, self.ascii_only) + percent,
-            model=_model_of(status.model, self.ascii_only),
+            done=progress.done,
+            total=progress.total,
+            remaining=progress.remaining_seconds,
+            phase=progress.phase_text(self.ascii_only),
+            model=_model_of(model.status.model, self.ascii_only),
             is_shown=key == self.key,
         )
 
@@ -745,7 +741,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         else:
             question = Question(
                 [
-                    f"Stop {clean(_short_path(self.source.path), self.ascii_only)}?",
+                    f"Stop {clean(shown_path(self.source.path), self.ascii_only)}?",
                     "It saves a checkpoint first; x again ends it without.",
                 ],
                 [Choice("y", "stop the run", "stop")],
@@ -793,11 +789,6 @@ def _steps_range(model: LogModel) -> tuple[float, float]:
     firsts = [part[0].step for part in columns if part]
     lasts = [s.last_step for s in model.series.values() if len(s)]
     return min(firsts, default=0.0), max(lasts, default=0.0)
-
-
-def _short_path(path: Path) -> str:
-    working = Path.cwd()
-    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
 
 
 def _model_of(model: str | None, ascii_only: bool) -> str:
