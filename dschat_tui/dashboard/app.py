@@ -27,7 +27,7 @@ from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.screens.start import StartScreen
 from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.logs.source import Source, SourceError, find_source
-from dschat_tui.runs.state import RUNNING, unknown_run_state
+from dschat_tui.runs.state import RUNNING, read_run_state, unknown_run_state
 from dschat_tui.text import clean
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Dashboard(App[None]):
 def one_goes_on(folder: Path) -> bool:
     """Whether a run in a folder goes on, by what its supervisor wrote last."""
     for file in folder.glob("*/run.json"):
-        state = find_source(file.parent).read_state() or unknown_run_state()
+        state = read_run_state(file) or unknown_run_state()
         if state["state"] == RUNNING and time.time() - state["updated"] < LOST_SECONDS:
             return True
     return False

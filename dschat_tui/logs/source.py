@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dschat_tui.runs.state import RunState, parse_run_state, unknown_run_state
 from engine.config.steps import BY_FOLDER, PIPELINES, STEPS
 
-# the key of a log whose step only its lines tell
+# The key of a log whose step is known from its lines alone.
 ONE_LOG = "log"
 
 
@@ -19,23 +19,12 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Logs by step, and where the answers and the state of the run lie, should there be any."""
+    """Logs by step, and the files of the answers and of the run's state, which may not exist."""
 
     path: Path
     logs: Mapping[str, Path]
     rollouts: Path
     state_file: Path | None = None
-
-    def read_state(self) -> RunState | None:
-        """The content of run.json; None where there is none that can be read."""
-        return None if self.state_file is None else _read_state(self.state_file)
-
-
-def _read_state(file: Path) -> RunState | None:
-    try:
-        return parse_run_state(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def find_source(path: Path) -> Source:
@@ -54,8 +43,7 @@ def find_source(path: Path) -> Source:
     steps = {step.name: path / step.folder for step in STEPS}
     state_file = path / "run.json"
     if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
-        begun = (_read_state(state_file) or unknown_run_state())["steps"]
-        is_dpo = "dpo" in begun or steps["dpo"].is_dir()
+        is_dpo = steps["dpo"].is_dir() or "dpo" in _recorded_steps(state_file)
         names = PIPELINES["dpo" if is_dpo else "ppo"]
         logs: dict[str, Path] = {step: steps[step] / "training.log" for step in names}
         rollouts = steps["ppo"] / "rollouts.jsonl"
@@ -66,3 +54,12 @@ def find_source(path: Path) -> Source:
         f"{path} holds neither run.json, nor step1-sft and its like, nor training.log. "
         "Give the folder of a run, or a training.log"
     )
+
+
+def _recorded_steps(state_file: Path) -> Container[str]:
+    """The names of the steps in a run.json; none where it cannot be read."""
+    try:
+        steps = json.loads(state_file.read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ()
+    return steps if isinstance(steps, dict) else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from engine.config.steps import BY_NAME, STEPS, Step
@@ -161,6 +162,14 @@ def parse_run_state(text: str) -> RunState:
         needed = form.__annotations__.keys()
         state[key] = [r for r in records if isinstance(r, dict) and r.keys() >= needed]
     return cast(RunState, state)
+
+
+def read_run_state(file: Path | None) -> RunState | None:
+    """The content of a run.json; None where there is none that can be read."""
+    try:
+        return None if file is None else parse_run_state(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def has_state(state: RunState, step: str, wanted: str) -> bool:

@@ -19,6 +19,7 @@ from dschat_tui.dashboard.keys import KEYS
 from dschat_tui.dashboard.screens.run import RunScreen
 from dschat_tui.dashboard.widgets.lines import LineList
 from dschat_tui.logs.source import find_source
+from dschat_tui.runs.state import read_run_state
 from engine.log import write
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -405,7 +406,7 @@ def test_a_run_whose_logs_are_not_read_yet_has_a_picture(run: Path) -> None:
 
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
         screen.models.clear()
-        screen.state = screen.source.read_state()
+        screen.state = read_run_state(screen.source.state_file)
         screen.draw()
         await pilot.pause()
         assert "reading" in screen_text(screen)

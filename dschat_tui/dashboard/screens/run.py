@@ -39,7 +39,15 @@ from dschat_tui.logs.replay import Replay
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.logs.source import ONE_LOG, Source
 from dschat_tui.runs.progress import progress_of
-from dschat_tui.runs.state import PAUSED, RUNNING, RunState, StepState, has_state, unknown_run_state
+from dschat_tui.runs.state import (
+    PAUSED,
+    RUNNING,
+    RunState,
+    StepState,
+    has_state,
+    read_run_state,
+    unknown_run_state,
+)
 from dschat_tui.text import clean, shown_path
 from engine.config.steps import BY_NAME
 
@@ -181,7 +189,7 @@ class RunScreen(ChartKeys, ResumingScreen):
         self.drain()
         # of a replay, run.json tells what came later
         if self.speed is None and self._is_due("state", STATE_SECONDS):
-            self.state = self.source.read_state()
+            self.state = read_run_state(self.source.state_file)
             if not self.run_goes_on:
                 self.stops_asked = 0
         if not self.is_paused:
