@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from engine.algorithms.masks import at_least_fp32
+
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate KL(actor, ref) a token by the log-ratio: unbiased, may be negative.
+    """Estimate KL(actor, ref) per token by the log-ratio: unbiased, may be negative.
 
     Source of k1, k2 and k3: Schulman, Approximating KL Divergence (2020).
 
@@ -18,13 +21,13 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         ref_log_probs: of the same tokens under the reference, `(batch, answer)`.
 
     Returns:
-        fp32 `(batch, answer)`.
+        `(batch, answer)`, fp32 or more.
     """
-    return log_probs.float() - ref_log_probs.float()
+    return at_least_fp32(log_probs) - at_least_fp32(ref_log_probs)
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate KL(actor, ref) a token by half the squared log-ratio: biased, never negative.
+    """Estimate KL(actor, ref) per token by half the squared log-ratio: biased, never negative.
 
     Arguments and shape as in `k1`.
     """
@@ -32,13 +35,16 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate KL(actor, ref) a token with a control variate: unbiased, never negative.
+    """Estimate KL(actor, ref) per token with a control variate: unbiased, never negative.
 
     Arguments and shape as in `k1`.
     """
     log_ratio = k1(log_probs, ref_log_probs)
     # Not every expm1 rounds exactly, and one ulp low would take the sum below 0.
     return (torch.expm1(-log_ratio) + log_ratio).clamp(min=0.0)
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 class AdaptiveKLController:

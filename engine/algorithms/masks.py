@@ -9,6 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def at_least_fp32(values: Tensor) -> Tensor:
+    """The values in fp32, or in fp64 where they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def _is_eos(answers: Tensor, eos_ids: Sequence[int]) -> Tensor:
     return torch.isin(answers, torch.tensor(eos_ids, dtype=answers.dtype, device=answers.device))
 
@@ -79,13 +84,25 @@ def masked_moments(
 
 
 @torch.no_grad()
+def masked_std(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Unbiased standard deviation over the mask, of all ranks together; NaN below two values.
+
+    A collective like `masked_moments`; shapes as there.
+    """
+    _, variance = masked_moments(values, mask, group)
+    count = mask.sum().double()
+    _sum_over_ranks(count, group)
+    return (variance * count / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
+
+
+@torch.no_grad()
 def whiten(
     values: Tensor,
     mask: Tensor,
     shift_mean: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale values to mean 0 and deviation 1 over the mask, of all ranks together.
+    """Scale values to mean 0 and standard deviation 1 over the mask, of all ranks together.
 
     1e-8 is added to the variance, as in lm-human-preferences, so that equal values give 0 and
     not amplified rounding. A collective like `masked_moments`.
@@ -93,14 +110,15 @@ def whiten(
     Args:
         values: `(batch, answer)`.
         mask: bool `(batch, answer)`.
-        shift_mean: False keeps the mean and changes only the deviation.
+        shift_mean: False keeps the mean and changes only the standard deviation.
         group: the ranks that share the statistics.
 
     Returns:
-        fp32 `(batch, answer)`, zero outside of the mask.
+        `(batch, answer)`, fp32 or more, zero outside of the mask.
     """
     mean, variance = masked_moments(values, mask, group)
     whitened = (values.double() - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
-    return whitened.float().masked_fill(~mask, 0.0)
+    kept = torch.promote_types(values.dtype, torch.float32)
+    return whitened.to(kept).masked_fill(~mask, 0.0)

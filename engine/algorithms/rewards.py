@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.algorithms.kl import k1
+from engine.algorithms.kl import ESTIMATORS
+from engine.algorithms.masks import at_least_fp32
 
 
 def shape_scores(
@@ -47,7 +48,12 @@ def shape_scores(
 
 
 def token_rewards(
-    scores: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kl_coef: float
+    scores: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    kl_estimator: str = "k1",
 ) -> Tensor:
     """Reward of each action: minus the weighted KL, and the score at the last action.
 
@@ -57,13 +63,52 @@ def token_rewards(
         ref_log_probs: under the reference, `(batch, answer)`.
         mask: bool `(batch, answer)`.
         kl_coef: weight of the KL.
+        kl_estimator: k1, k2 or k3.
 
     Returns:
-        fp32 `(batch, answer)`, zero outside of the mask; a row with an empty mask gets no score.
+        `(batch, answer)`, fp32 or more, zero outside of the mask; a row with an empty mask gets no
+        score.
     """
     lengths = mask.sum(dim=1, keepdim=True)
     positions = torch.arange(mask.shape[1], device=mask.device)
     is_last = positions == lengths - 1
-    rewards = -kl_coef * k1(log_probs, ref_log_probs)
-    rewards = rewards + torch.where(is_last, scores.float().unsqueeze(1), 0.0)
+    rewards = -kl_coef * ESTIMATORS[kl_estimator](log_probs, ref_log_probs)
+    rewards = rewards + torch.where(is_last, at_least_fp32(scores).unsqueeze(1), 0.0)
     return rewards.masked_fill(~mask, 0.0)
+
+
+def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
+    """The total reward of each answer: the weighted sum of what could be said of it.
+
+    Args:
+        rewards: `(batch, sources)`; NaN where a source cannot say.
+        weights: of the sources, `(sources,)`.
+
+    Returns:
+        `(batch,)`, fp32 or more; NaN where no source could say anything.
+    """
+    values = at_least_fp32(rewards)
+    total = (values * weights.to(values)).nansum(dim=1)
+    return total.masked_fill(values.isnan().all(dim=1), torch.nan)
+
+
+def overlong_penalty(lengths: Tensor, longest: int, buffer: float) -> Tensor:
+    """What a too long answer loses: 0 up to the buffer, then more and more, at the limit 1.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+
+    Args:
+        lengths: tokens of each answer, `(batch,)`.
+        longest: tokens an answer may have.
+        buffer: share of these, at their end, over which the penalty rises.
+
+    Returns:
+        fp32 `(batch,)`.
+
+    Raises:
+        ValueError: the buffer is not above 0 and at most 1.
+    """
+    if not 0 < buffer <= 1:
+        raise ValueError(f"The buffer must be above 0 and at most 1, not {buffer}.")
+    tokens = buffer * longest
+    return ((lengths.float() - (longest - tokens)) / tokens).clamp(0.0, 1.0)

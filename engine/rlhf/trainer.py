@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.algorithms.kl import AdaptiveKLController
 from engine.algorithms.log_probs import entropy, token_log_probs
 from engine.algorithms.masks import ended_with_eos
-from engine.algorithms.policy import ValueLoss, policy_loss, value_loss
+from engine.algorithms.policy import Objective, ValueLoss, policy_loss, value_loss
 from engine.config.schema import RoleConfig
 from engine.config.steps import RoleName
 from engine.data.batches import GlobalBatches, PromptCollator, row_lengths
@@ -283,7 +283,8 @@ class PPOTrainer:
         # 1. The actor, with the mixture loss in the same backward pass.
         logits = engine.answer_logits(engine.actor, batch.ids, batch.attention_mask, width)
         log_probs = token_log_probs(logits, batch.answers, options.temperature)
-        policy = policy_loss(log_probs, batch.log_probs, batch.advantages, batch.mask, options.clip)
+        objective = Objective(clip_low=options.clip, clip_high=options.clip)
+        policy = policy_loss(log_probs, batch.log_probs, batch.advantages, batch.mask, objective)
         loss = policy.loss_sum
         if self.mixture is not None:
             loss = loss + self._mixture_loss(self.mixture, tokens, stats)

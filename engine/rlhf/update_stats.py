@@ -65,7 +65,7 @@ class UpdateStats:
         self.sums.setdefault("first_tokens", policy.token_count)
         self.sums["actor_loss"] += policy.loss_sum.detach()
         self.sums["tokens"] += policy.token_count
-        self.sums["clipped"] += policy.clipped_count
+        self.sums["clipped"] += policy.clipped_low_count + policy.clipped_high_count
         self.sums["ratio"] += policy.ratio_sum
         self.sums["approx_kl"] += policy.approx_kl_sum
         if critic is not None:

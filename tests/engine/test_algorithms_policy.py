@@ -8,9 +8,10 @@ from engine.algorithms.advantages import generalized_advantages
 from engine.algorithms.language_modeling import causal_lm_loss
 from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.masks import length_mask
-from engine.algorithms.policy import explained_variance, policy_loss, value_loss
+from engine.algorithms.policy import Objective, explained_variance, policy_loss, value_loss
 
 CLIP = 0.2
+OBJECTIVE = Objective(clip_low=CLIP, clip_high=CLIP)
 LENGTHS = [6, 1, 4, 0, 3, 6, 2, 5]
 
 
@@ -24,7 +25,7 @@ def rollout(width=6, seed=0):
 def policy_gradient(ratio, advantage):
     log_prob = torch.tensor([[ratio]]).log().requires_grad_()
     every = torch.ones(1, 1, dtype=torch.bool)
-    result = policy_loss(log_prob, torch.zeros(1, 1), torch.tensor([[advantage]]), every, CLIP)
+    result = policy_loss(log_prob, torch.zeros(1, 1), torch.tensor([[advantage]]), every, OBJECTIVE)
     result.loss_sum.backward()
     return log_prob.grad.item(), result
 
@@ -36,7 +37,8 @@ def test_policy_gradient_stops_where_the_ratio_has_gone_far_enough(ratio, advant
         return
     gradient, result = policy_gradient(ratio, advantage)
     far_enough = ratio > 1.2 if advantage > 0 else ratio < 0.8
-    assert result.clipped_count == far_enough
+    assert result.clipped_low_count + result.clipped_high_count == far_enough
+    assert (result.clipped_high_count if advantage > 0 else result.clipped_low_count) == far_enough
     if far_enough:
         assert gradient == 0.0
     else:
@@ -55,13 +57,13 @@ def test_policy_loss_takes_the_pessimistic_side(ratio, advantage, loss):
 def test_unchanged_weights_have_ratio_1_no_kl_and_no_clipping(dtype):
     old, advantages, _, _, mask = rollout()
     old = old.to(dtype)
-    result = policy_loss(old.clone(), old, advantages, mask, CLIP)
+    result = policy_loss(old.clone(), old, advantages, mask, OBJECTIVE)
     tokens = sum(LENGTHS)
     assert result.token_count == tokens
     assert result.ratio_sum == tokens
     assert result.ratio_max == 1.0
     assert result.approx_kl_sum == 0.0
-    assert result.clipped_count == 0
+    assert result.clipped_low_count == result.clipped_high_count == 0
     assert result.loss_sum == pytest.approx(-advantages[mask].sum().item(), rel=1e-5)
 
 
@@ -69,11 +71,11 @@ def test_statistics_of_known_ratios():
     ratios = torch.tensor([[1.5, 0.5, 1.0, 2.0], [1.1, 9.0, 9.0, 9.0]])
     mask = length_mask(torch.tensor([4, 1]), 4)
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
-    result = policy_loss(ratios.log(), torch.zeros(2, 4), advantages, mask, CLIP)
+    result = policy_loss(ratios.log(), torch.zeros(2, 4), advantages, mask, OBJECTIVE)
     assert result.token_count == 5
     assert result.ratio_sum.item() == pytest.approx(6.1)
     assert result.ratio_max.item() == pytest.approx(2.0)
-    assert result.clipped_count == 1
+    assert result.clipped_low_count + result.clipped_high_count == 1
     assert result.loss_sum.item() == pytest.approx(-1.2 - 0.5 - 1.0 + 2.0 - 1.1)
 
 
@@ -85,7 +87,7 @@ def test_approximate_kl_is_that_from_the_old_policy_to_the_new():
     tokens = old.sample((1, 200_000))
     every = torch.ones_like(tokens, dtype=torch.bool)
     result = policy_loss(
-        new.log_prob(tokens), old.log_prob(tokens), torch.zeros(1, 200_000), every, CLIP
+        new.log_prob(tokens), old.log_prob(tokens), torch.zeros(1, 200_000), every, OBJECTIVE
     )
     exact = torch.distributions.kl_divergence(old, new).item()
     assert (result.approx_kl_sum / result.token_count).item() == pytest.approx(exact, rel=0.03)
@@ -135,7 +137,7 @@ def test_numbers_outside_of_the_mask_change_no_loss_and_no_gradient(noise):
         )
         new.requires_grad_()
         values_.requires_grad_()
-        policy = policy_loss(new, old_, advantages_, mask, CLIP)
+        policy = policy_loss(new, old_, advantages_, mask, OBJECTIVE)
         value = value_loss(values_, values.masked_fill(~mask, -fill), returns_, mask, CLIP)
         (policy.loss_sum + value.loss_sum).backward()
         found = [*vars(policy).values(), *vars(value).values(), new.grad, values_.grad]
@@ -148,7 +150,7 @@ def test_numbers_outside_of_the_mask_change_no_loss_and_no_gradient(noise):
 def test_an_empty_mask_adds_zero_and_can_still_run_backward():
     log_probs = torch.randn(2, 3, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    policy = policy_loss(log_probs, torch.zeros(2, 3), torch.ones(2, 3), nothing, CLIP)
+    policy = policy_loss(log_probs, torch.zeros(2, 3), torch.ones(2, 3), nothing, OBJECTIVE)
     value = value_loss(log_probs, torch.zeros(2, 3), torch.ones(2, 3), nothing, CLIP)
     (policy.loss_sum + value.loss_sum).backward()
     assert not any(each.any() for each in (*vars(policy).values(), *vars(value).values()))
@@ -158,7 +160,7 @@ def test_an_empty_mask_adds_zero_and_can_still_run_backward():
 def test_only_the_loss_sum_carries_a_gradient_and_only_to_the_new_policy():
     old, advantages, values, _, mask = rollout()
     leaves = [each.clone().requires_grad_() for each in (old + 0.1, old, advantages)]
-    policy = policy_loss(*leaves, mask, CLIP)
+    policy = policy_loss(*leaves, mask, OBJECTIVE)
     assert [name for name, each in vars(policy).items() if each.requires_grad] == ["loss_sum"]
     policy.loss_sum.backward()
     assert [leaf.grad is not None for leaf in leaves] == [True, False, False]
@@ -195,7 +197,7 @@ def losses_and_gradients(cuts):
         logits, values = model(tokens[rows, : width + 1])
         chosen = token_log_probs(logits[:, :-1], tokens[rows, 1 : width + 1])
         within = mask[rows, :width]
-        policy = policy_loss(chosen, old[rows, :width], advantages[rows, :width], within, CLIP)
+        policy = policy_loss(chosen, old[rows, :width], advantages[rows, :width], within, OBJECTIVE)
         value = value_loss(
             values[:, :-1], old_values[rows, :width], returns[rows, :width], within, CLIP
         )
@@ -237,5 +239,112 @@ def test_actor_that_repeats_what_paid_off_lowers_its_loss():
     advantages, _ = generalized_advantages(rewards, values, mask, 1.0, 0.95)
     old = torch.full_like(values, -2.0)
     towards = old + 0.05 * advantages.sign()
-    after = policy_loss(towards, old, advantages, mask, CLIP).loss_sum
-    assert after < policy_loss(old, old, advantages, mask, CLIP).loss_sum
+    after = policy_loss(towards, old, advantages, mask, OBJECTIVE).loss_sum
+    assert after < policy_loss(old, old, advantages, mask, OBJECTIVE).loss_sum
+
+
+OBJECTIVES = [
+    Objective(ratio, surrogate, 0.1, 0.3, None, aggregation, 9, kl_coef, estimator)
+    for ratio in ("token", "sequence_mean", "sequence_sum")
+    for surrogate in ("clipped", "cispo")
+    for aggregation in ("answer", "token", "constant")
+    for kl_coef, estimator in ((0.0, "k3"), (0.2, "k1"), (0.2, "k2"), (0.2, "k3"))
+]
+
+
+def mean_loss(log_probs, objective, cuts=(), mask=None):
+    """Loss and gradients with respect to the log-probs, rows cut into micro batches."""
+    old, advantages, ref, _, every = rollout(seed=7)
+    # an answer's tokens share their advantage, as those of groups do
+    advantages = advantages[:, :1].expand_as(advantages)
+    mask = every if mask is None else mask
+    leaf = log_probs.detach().clone().requires_grad_()
+    total = objective.normalizer(float(mask.sum()), float(mask.any(dim=1).sum()))
+    loss = torch.zeros((), dtype=leaf.dtype)
+    for rows in torch.arange(len(LENGTHS)).tensor_split(list(cuts)):
+        part = policy_loss(
+            leaf[rows], old[rows], advantages[rows], mask[rows], objective, ref[rows]
+        )
+        loss = loss + part.loss_sum / total
+    loss.backward()
+    return loss.item(), leaf.grad
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_no_cut_into_micro_batches_changes_a_loss_of_any_kind(objective):
+    """Trap: a mean over tokens is one over the global batch, not one of micro batches' means."""
+    log_probs = rollout(seed=7)[0].double() + 0.3 * torch.randn(
+        8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
+    whole, gradient = mean_loss(log_probs, objective)
+    assert gradient.abs().max() > 0
+    for cuts in ([1, 2, 3, 4, 5, 6, 7], [3], [1, 6]):
+        loss, other = mean_loss(log_probs, objective, cuts)
+        assert loss == pytest.approx(whole, rel=1e-12)
+        torch.testing.assert_close(other, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_an_answer_taken_out_of_the_mask_counts_in_no_sum_and_in_no_mean(objective):
+    """Trap: a truncated answer that is masked leaves the mean of the others as it was."""
+    log_probs, _, _, _, mask = rollout(seed=7)
+    log_probs = log_probs.double() - 0.1
+    kept = torch.tensor([0, 2, 4, 6, 7])
+    without = mask.clone()
+    without[[1, 5]] = False
+    loss, gradient = mean_loss(log_probs, objective, mask=without)
+    assert not gradient[[1, 5]].any()
+    old, advantages, ref, _, _ = rollout(seed=7)
+    advantages = advantages[:, :1].expand_as(advantages)
+    alone = policy_loss(
+        log_probs[kept], old[kept], advantages[kept], mask[kept], objective, ref[kept]
+    )
+    total = objective.normalizer(float(mask[kept].sum()), float(len(kept)))
+    assert loss == pytest.approx(alone.loss_sum.item() / total, rel=1e-12)
+
+
+def one_token_gradient(ratio, advantage, objective):
+    log_prob = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
+    every = torch.ones(1, 1, dtype=torch.bool)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    policy_loss(log_prob, zero, zero + advantage, every, objective).loss_sum.backward()
+    return log_prob.grad.item()
+
+
+def test_the_bounds_of_the_ratio_may_differ():
+    wide = Objective(clip_low=0.1, clip_high=0.5)
+    assert one_token_gradient(1.4, 1.0, wide) == pytest.approx(-1.4)
+    assert one_token_gradient(1.6, 1.0, wide) == 0.0
+    assert one_token_gradient(0.95, -1.0, wide) == pytest.approx(0.95)
+    assert one_token_gradient(0.85, -1.0, wide) == 0.0
+
+
+def test_a_second_bound_stops_a_bad_answer_that_became_likely():
+    assert one_token_gradient(9.0, -1.0, Objective()) == pytest.approx(9.0)
+    assert one_token_gradient(9.0, -1.0, Objective(clip_delta=3.0)) == 0.0
+    assert one_token_gradient(2.0, -1.0, Objective(clip_delta=3.0)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.2, 0.2), (1.5, 1.5), (4.0, 1.8)])
+@pytest.mark.parametrize("advantage", [2.0, -1.0])
+def test_cispo_keeps_a_gradient_beyond_its_bound(ratio, weight, advantage):
+    objective = Objective(surrogate="cispo", clip_high=0.8)
+    gradient = one_token_gradient(ratio, advantage, objective)
+    assert gradient == pytest.approx(-weight * advantage)
+
+
+def test_a_kl_in_the_loss_needs_a_reference():
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="reference"):
+        policy_loss(one, one, one, one == 0, Objective(kl_coef=0.1))
+
+
+def test_the_kl_in_the_loss_pulls_towards_the_reference():
+    log_prob = torch.tensor([[-1.0]], requires_grad=True)
+    ref, zero = torch.tensor([[-2.0]]), torch.zeros(1, 1)
+    for estimator in ("k2", "k3"):
+        log_prob.grad = None
+        objective = Objective(kl_coef=0.5, kl_estimator=estimator)
+        result = policy_loss(log_prob, log_prob.detach(), zero, zero == 0, objective, ref)
+        result.loss_sum.backward()
+        assert log_prob.grad.item() > 0  # a step against it lowers the log-probability

@@ -4,7 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.algorithms.masks import length_mask
-from engine.algorithms.rewards import shape_scores, token_rewards
+from engine.algorithms.rewards import (
+    overlong_penalty,
+    shape_scores,
+    token_rewards,
+    weighted_sum,
+)
 
 KL_COEF = 0.1
 
@@ -98,3 +103,18 @@ def test_clip_bounds_the_final_score_whatever_the_rest(scores, clip, data):
 def test_a_deviation_of_zero_is_refused():
     with pytest.raises(ValueError, match=r"deviation of 0\.0"):
         shape_scores(torch.ones(2), torch.tensor([True, True]), std=0.0)
+
+
+def test_what_no_source_can_say_is_unknown_and_what_some_can_is_their_weighted_sum():
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, 2.0], [nan, 2.0], [1.0, nan], [nan, nan]])
+    total = weighted_sum(rewards, torch.tensor([0.5, -1.0]))
+    assert total[:3].tolist() == [-1.5, -2.0, 0.5]
+    assert total[3].isnan()
+
+
+def test_the_overlong_penalty_rises_over_the_buffer_alone():
+    lengths = torch.tensor([1, 80, 85, 90, 100])
+    assert overlong_penalty(lengths, 100, 0.2).tolist() == [0.0, 0.0, 0.25, 0.5, 1.0]
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(lengths, 100, 0.0)
