@@ -45,11 +45,6 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average `values` over `mask` in fp32, both `(batch, answer)`; 0 where the mask is empty."""
-    return torch.masked_select(values, mask).float().sum() / mask.sum().clamp(min=1)
-
-
 def _sum_over_ranks(totals: Tensor, group: dist.ProcessGroup | None) -> None:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals, group=group)

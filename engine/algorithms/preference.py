@@ -143,8 +143,3 @@ def dpo_loss(
         return right
     wrong = pairwise_loss(rejected_rewards, chosen_rewards)
     return (1 - label_smoothing) * right + label_smoothing * wrong
-
-
-def preference_accuracy(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
-    """Share of pairs `(pairs,)` whose chosen text scores higher; a tie is not correct."""
-    return (chosen_scores > rejected_scores).float().mean()

@@ -40,11 +40,6 @@ class Option:
     group: Group | None
     fixed_by: tuple[StepName, ...] | None
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The allowed words of a field that is a choice, else nothing."""
-        return typing.get_args(self.annotation) if _is_literal(self.annotation) else ()
-
 
 def _is_literal(annotation: Any) -> bool:
     return typing.get_origin(annotation) is typing.Literal

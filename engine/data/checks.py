@@ -9,26 +9,10 @@ from dataclasses import dataclass
 from engine.config.schema import DataSource, RunConfig
 from engine.data.files import DataError, is_local, local_parts, read_rows
 from engine.data.rows import Dropped, UnusableRow, normalise
-from engine.data.schemas import EMBEDDED, PHASES, Phase, Schema, schema_of
+from engine.data.schemas import EMBEDDED, Phase, Schema, schema_of
 
 ROWS_CHECKED = 5000
 """Rows of a local source that are read and normalised before a run starts."""
-
-
-def serves_steps(source: DataSource) -> frozenset[int]:
-    """The steps (1 SFT, 2 reward, 3 PPO) that a source can serve by itself.
-
-    A Hub name serves all as far as one can tell without the network. Step 3 learns from the
-    reward model of step 2, so a source without pairs serves neither.
-
-    Raises:
-        DataError: missing, unreadable, or no schema fits.
-    """
-    schema = schema_of(source)
-    phases = frozenset(PHASES) if schema is None else schema.phases
-    return frozenset(
-        ({1} if "sft" in phases else set()) | ({2, 3} if "reward" in phases else set())
-    )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,6 @@ from engine.data.special_tokens import special_tokens
 Template = Literal["human_assistant", "chat_template"]
 Message = dict[str, str]
 
-TURN_MARKS = ("\n\nHuman:", "\n\nAssistant:")
-"""Where an answer in the `human_assistant` template that missed its EOS talks on; stop there."""
-
 HUMAN_ASSISTANT_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '\\n\\nHuman: ' + message['content'] | trim }}"

@@ -11,7 +11,6 @@ from engine.algorithms.masks import (
     answer_lengths,
     ended_with_eos,
     length_mask,
-    masked_mean,
     masked_moments,
     whiten,
 )
@@ -54,16 +53,17 @@ def test_more_padding_after_eos_changes_no_length(rows, extra):
     assert [row[: n - 1].count(EOS) for row, n in zip(rows, before, strict=True)] == [0] * len(rows)
 
 
-def test_mean_ignores_what_is_outside_of_the_mask():
+def test_moments_ignore_what_is_outside_of_the_mask():
     values = torch.tensor([[1.0, 3.0, float("nan")], [8.0, float("inf"), -1e30]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert masked_mean(values, mask) == 4.0
-    assert masked_mean(values, torch.zeros_like(mask)) == 0.0
+    mean, variance = masked_moments(values, mask)
+    assert mean == 4.0
+    assert variance.item() == pytest.approx((3**2 + 1**2 + 4**2) / 3)
 
 
 def test_an_integer_mask_is_refused_rather_than_used_as_an_index():
     with pytest.raises(RuntimeError, match=r"[Bb]ool"):
-        masked_mean(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.long))
+        masked_moments(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.long))
 
 
 @pytest.mark.parametrize(("offset", "scale"), [(0.0, 1.0), (50.0, 0.1), (-1e4, 30.0)])

@@ -11,7 +11,6 @@ from engine.algorithms.preference import (
     last_token_index,
     pairwise_loss,
     pairwise_loss_all_tokens,
-    preference_accuracy,
 )
 
 PAD = 0
@@ -151,12 +150,3 @@ def test_pairs_add_up_however_they_are_cut():
         scores[2:], other_scores[2:]
     )
     assert pairwise_loss(scores, other_scores).item() == pytest.approx(halves.item(), rel=1e-5)
-
-
-def test_a_tie_is_not_correct():
-    chosen = torch.tensor([1.0, 2.0, 3.0, float("nan")])
-    rejected = torch.tensor([0.0, 2.0, 4.0, 0.0])
-    assert preference_accuracy(chosen, rejected) == 0.25
-    assert preference_accuracy(torch.zeros(5), torch.zeros(5)) == 0.0
-    distinct = chosen[[0, 2]], rejected[[0, 2]]
-    assert preference_accuracy(*distinct) + preference_accuracy(*distinct[::-1]) == 1.0

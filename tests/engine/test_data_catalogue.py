@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 
 from engine.config.schema import DataSource, RunConfig
 from engine.data.catalogue import DATA_SETS, entry_for
-from engine.data.checks import refusals, serves_steps
+from engine.data.checks import refusals
 from engine.data.files import DataError, is_local
 from engine.data.rows import normalise
 from engine.data.schemas import find_schema, schema_of
@@ -199,7 +199,7 @@ def test_local_jsonfile_means_two_files_of_the_folder_data(tmp_path, monkeypatch
         schema_of(source)
     write_json(tmp_path / "data/eval.json", [{**row, "chosen": "Fine."}])
     write_json(tmp_path / "data/train-old.json", [row])
-    assert serves_steps(source) == {1, 2, 3}
+    assert schema_of(source).phases == {"sft", "reward", "ppo"}
     absolute = DataSource(path=str(tmp_path / "local/jsonfile"))
     for named in (source, absolute):
         loaded = load_source(named, str(tmp_path / "cache"))

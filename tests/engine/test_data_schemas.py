@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from engine.config.schema import DataSource, RunConfig
-from engine.data.checks import refusals, serves_steps
+from engine.data.checks import refusals
 from engine.data.files import DataError, is_local, local_parts, read_rows
 from engine.data.rows import UnusableRow, normalise
 from engine.data.schemas import schema_of
@@ -235,7 +235,6 @@ def test_an_unknown_corpus_is_refused():
 def test_data_without_pairs_closes_steps_2_and_3(tmp_path):
     source = write_json(tmp_path / "a.json", [{"instruction": "Add.", "input": "", "output": "3"}])
     config = RunConfig.model_validate({"data": {"sources": [source.path]}})
-    assert serves_steps(source) == {1}
     assert refusals(config, [1]) == []
     (reason,) = refusals(config, [1, 2, 3])
     assert "no rejected answers: steps 2 and 3 need pairs" in reason
@@ -247,8 +246,6 @@ def test_data_without_pairs_closes_steps_2_and_3(tmp_path):
 def test_pairs_serve_every_step_and_text_none(tmp_path):
     pairs = write_json(tmp_path / "pairs.json", [PAIR])
     text = write_json(tmp_path / "text.json", [{"text": "Once."}])
-    assert serves_steps(pairs) == {1, 2, 3}
-    assert serves_steps(text) == frozenset()
     config = RunConfig.model_validate(
         {"data": {"sources": [pairs.path], "unsupervised_sources": [text.path]}}
     )

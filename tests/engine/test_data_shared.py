@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine.config.schema import DataSource, RunConfig
-from engine.data.checks import refusals, serves_steps
+from engine.data.checks import refusals
+from engine.data.schemas import schema_of
 from engine.data.sources import load_source
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data"
@@ -20,7 +21,7 @@ def source(name):
 
 @pytest.mark.parametrize("name", ["dpo_en.json", "dpo_zh.json"])
 def test_preference_dialogues_serve_all_steps(name, tmp_path):
-    assert serves_steps(source(name)) == {1, 2, 3}
+    assert schema_of(source(name)).phases == {"sft", "reward", "ppo"}
     loaded = load_source(source(name), str(tmp_path))
     assert len(loaded.train) == 300
     assert set(loaded.dropped.values()) == {0}
@@ -32,7 +33,7 @@ def test_preference_dialogues_serve_all_steps(name, tmp_path):
 
 
 def test_instructions_serve_step_1_alone(tmp_path):
-    assert serves_steps(source("alpaca_en.json")) == {1}
+    assert "reward" not in schema_of(source("alpaca_en.json")).phases
     assert len(load_source(source("alpaca_en.json"), str(tmp_path)).train) == 999
     config = RunConfig.model_validate({"data": {"sources": [source("alpaca_en.json").path]}})
     assert "no rejected answers" in refusals(config, [1, 2, 3])[0]

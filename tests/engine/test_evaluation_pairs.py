@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from dschat_tui.chat.commands import respond
 from dschat_tui.chat.session import Session
 from dschat_tui.cli.main import app
 from engine.config.loading import to_yaml
-from engine.evaluation import score_pairs
+from engine.evaluation import figures_of_pairs, score_pairs
 from engine.generation.chat import ChatJudge
 
 QUESTION = "What is the capital of France?"
@@ -57,6 +58,14 @@ def scored_run(run, tmp_path) -> Path:
         (tmp_path / "run" / step).symlink_to(run / step)
     (tmp_path / "run" / "run.yaml").write_text(to_yaml(configuration()))
     return tmp_path / "run"
+
+
+def test_a_tie_is_not_correct() -> None:
+    kinds = ["sum", "sum", "city", None]
+    ratings = [torch.tensor([1.0, 2.0, 0.0, 2.0]), torch.tensor([3.0, nan, 4.0, 0.0])]
+    figures = figures_of_pairs([{"kind": kind} for kind in kinds], ratings)
+    assert figures["accuracy"] == 0.25
+    assert figures["kinds"] == {"city": 0.0, "sum": 0.5}
 
 
 @pytest.mark.slow
