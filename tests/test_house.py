@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -53,6 +54,6 @@ def test_folders_import_each_other_in_one_direction(package):
     except CycleError as error:
         # The sorter lists a circle from what is imported to what imports it.
         circle = error.args[1]
-        steps = [graph[user][used] for used, user in zip(circle, circle[1:], strict=False)]
+        steps = [graph[user][used] for used, user in itertools.pairwise(circle)]
         pytest.fail(f"{' <- '.join(circle)}: {', '.join(steps)}")
     assert len(graph) > 1
