@@ -33,7 +33,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 import deepspeed
 import torch
 
-from dschat_tui.memory_plan import resolved_dtype, shape_of
+from dschat_tui.runs.memory_plan import resolved_dtype, shape_of
 from engine.config.loading import load_profile
 from engine.config.rules import check
 from engine.config.schema import DataSource, RunConfig

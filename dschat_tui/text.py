@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from dschat_tui.machine import GIB
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
 # control characters, and what turns the direction of text or is not seen at all
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+# Control characters as their pictures; the marks that reorder text, and C1 controls, as escapes.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_HIDDEN = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_VISIBLE = str.maketrans(
+    {**_PICTURES, 0x7F: "\u2421", **{code: f"\\u{code:04x}" for code in _HIDDEN}}
 )
 _LONG_SECONDS = 48 * 3600
 _NOT_ASCII = re.compile(r"[^\x20-\x7e]")
@@ -26,6 +35,21 @@ def clean(text: str, ascii_only: bool = False) -> str:
         text = next((part for part in reversed(text.split("\r")) if part.strip()), "")
     text = _INVISIBLE.sub("", text.expandtabs(4))
     return _NOT_ASCII.sub("?", text) if ascii_only else text
+
+
+def visible(text: str) -> str:
+    """Text in which nothing can move the cursor, colour the screen or reorder lines."""
+    return text.translate(_VISIBLE)
+
+
+def plain(text: str) -> str:
+    """Text of any number of lines, each made harmless by `clean`."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def one_line(text: str) -> str:
+    """Text of any number of lines made harmless, in one line, with single spaces."""
+    return " ".join(plain(text.replace("\n", " ")).split())
 
 
 def short_number(value: float, width: int = 6) -> str:
@@ -46,6 +70,18 @@ def short_number(value: float, width: int = 6) -> str:
     return "0" if abs(value) < 1 else text[:width]
 
 
+def figure(value: object) -> str:
+    """A float with four significant digits; anything else as it is, None as `-`."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with three significant digits; 0 as `-`."""
+    return f"{size / GIB:.3g}" if size else "-"
+
+
 def duration(seconds: float) -> str:
     """Seconds as `4:05`, `1:02:03` or `9 d 8 h`."""
     if seconds >= _LONG_SECONDS:
@@ -59,6 +95,29 @@ def shown_path(path: Path) -> str:
     """A path relative to the working folder where it lies in it, else as it is."""
     working = Path.cwd()
     return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell, with a rule under the header."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    padded = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def option_text(value: object) -> str:
+    """The value of an option as it would be written in a profile."""
+    if value is None or value == {}:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        import yaml
+
+        return yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(getattr(item, "path", item)) for item in value) or "empty"
+    return str(value)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def chat(
     ] = False,
 ) -> None:
     """Talk with a model."""
-    from dschat_tui.chat.repl import main as converse
+    from dschat_tui.cli.repl import main as converse
 
     exit_code = converse(
         path,

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from dschat_tui.cli.tables import aligned
-from dschat_tui.text import clean
+from dschat_tui.text import aligned, clean
 from engine.config.steps import pipeline
 
 BAR_WIDTH = 40

@@ -6,9 +6,14 @@ import typer
 
 from dschat_tui.cli.chat import chat
 from dschat_tui.cli.data import data_app
-from dschat_tui.cli.machine import doctor, models_app, plan, show_options
+from dschat_tui.cli.doctor import doctor
+from dschat_tui.cli.evaluate import evaluate_run
+from dschat_tui.cli.metrics import metrics
+from dschat_tui.cli.models import models_app
+from dschat_tui.cli.monitor import monitor
+from dschat_tui.cli.options import show_options
+from dschat_tui.cli.plan import plan
 from dschat_tui.cli.profiles import profiles_app
-from dschat_tui.cli.read import evaluate_run, metrics, monitor
 from dschat_tui.cli.run import run
 from dschat_tui.cli.runs import runs_app
 from dschat_tui.cli.sweep import sweep_app

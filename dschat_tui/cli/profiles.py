@@ -1,4 +1,4 @@
-"""`dschat profiles ...`: named configurations."""
+"""`dschat profiles ...`: named configurations, with their plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dschat_tui.cli.shared import JsonFlag, complete_profile, group, refuse
+from dschat_tui.cli.shared import EXIT_REFUSED, JsonFlag, complete_profile, group, refuse
 
 profiles_app = group("Profiles: named configurations.")
 
@@ -28,12 +28,13 @@ def list_profiles(
 ) -> None:
     """List the profiles: models, sizes, devices, memory by plan."""
     from dschat_tui import profiles
+    from dschat_tui.cli import profiles_report
 
     if markdown:
-        typer.echo(profiles.as_markdown(), nl=False)
+        typer.echo(profiles_report.as_markdown(), nl=False)
         return
     found = profiles.every()
-    typer.echo(profiles.as_json(found) if json_output else profiles.as_table(found))
+    typer.echo(profiles_report.as_json(found) if json_output else profiles_report.as_table(found))
 
 
 @profiles_app.command(name="show")
@@ -56,12 +57,14 @@ def show_profile(
 @profiles_app.command(name="diff")
 def compare_profiles(first: Name, second: Name, json_output: JsonFlag = False) -> None:
     """Say in which options two profiles differ."""
-    from dschat_tui import profiles
+    from dschat_tui.cli import profiles_report
     from engine.config.loading import ConfigError
 
-    compare = profiles.differences_as_json if json_output else profiles.differences_as_table
+    show = (
+        profiles_report.differences_as_json if json_output else profiles_report.differences_as_table
+    )
     try:
-        typer.echo(compare(first, second))
+        typer.echo(show(first, second))
     except ConfigError as error:
         refuse(str(error))
 
@@ -70,13 +73,14 @@ def compare_profiles(first: Name, second: Name, json_output: JsonFlag = False) -
 def validate_profiles(names: Names = None, json_output: JsonFlag = False) -> None:
     """Load, resolve, check and plan profiles; exit 2 if one cannot be used."""
     from dschat_tui import profiles
-    from dschat_tui.cli.shared import EXIT_REFUSED
+    from dschat_tui.cli import profiles_report
     from engine.config.loading import ConfigError
 
     try:
         found = [profiles.examine(name) for name in names] if names else profiles.every()
     except ConfigError as error:
         refuse(str(error))
-    typer.echo(profiles.as_json(found) if json_output else profiles.as_verdicts(found))
+    show = profiles_report.as_json if json_output else profiles_report.as_verdicts
+    typer.echo(show(found))
     if any(profile.problems for profile in found):
         raise typer.Exit(EXIT_REFUSED)

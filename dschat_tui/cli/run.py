@@ -138,7 +138,7 @@ def _watch(
     run: RunFolder, process: subprocess.Popen[bytes], json_output: bool, dashboard: bool
 ) -> int:
     """Watch a run that was just started until it ends or is left; the exit code."""
-    from dschat_tui.runs import watch
+    from dschat_tui.cli import watch
 
     if dashboard:
         from dschat_tui.dashboard.app import has_terminal
@@ -150,9 +150,10 @@ def _watch(
 
 def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     """Watch a run in the dashboard; then its summary, and the chat if it is done."""
+    from dschat_tui.cli import watch
     from dschat_tui.dashboard import app
     from dschat_tui.logs.source import find_source
-    from dschat_tui.runs import control, watch
+    from dschat_tui.runs import control
     from dschat_tui.runs.state import unknown_run_state
 
     source = find_source(run.path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,10 @@ from dschat_tui.cli.shared import (
     group,
     refuse,
 )
+from dschat_tui.text import aligned, plain
+
+if TYPE_CHECKING:
+    from dschat_tui.runs.control import Described
 
 runs_app = group("Runs: what there is, and what to do with it.")
 RunArgument = Annotated[str, typer.Argument(help="Folder of a run, or its name in output/.")]
@@ -33,7 +38,6 @@ def list_runs(
     json_output: JsonFlag = False,
 ) -> None:
     """List runs, the one that changed last first."""
-    from dschat_tui.cli import tables
     from dschat_tui.runs import control
 
     for place in places or []:
@@ -44,7 +48,7 @@ def list_runs(
     if json_output:
         typer.echo(json.dumps(described, indent=2))
     elif described:
-        typer.echo(tables.runs(described))
+        typer.echo(_table(described))
     else:
         looked = ", ".join(str(place) for place in places or [control.RUNS_FOLDER])
         typer.echo(f"no runs in {looked}; `dschat run` makes one")
@@ -53,17 +57,18 @@ def list_runs(
 @runs_app.command(name="show")
 def show_run(run: RunArgument, json_output: JsonFlag = False) -> None:
     """Show a run: its steps, checkpoints, why it failed, and what to do next."""
-    from dschat_tui.cli import tables
+    from dschat_tui.run_text import describe_run
     from dschat_tui.runs import control
 
     described = control.describe(find_run(run))
-    typer.echo(json.dumps(described, indent=2) if json_output else tables.run(described))
+    typer.echo(json.dumps(described, indent=2) if json_output else describe_run(described))
 
 
 @runs_app.command()
 def attach(run: RunArgument, json_output: JsonFlag = False) -> None:
     """Watch a run that another command started; Ctrl-C asks whether to detach or to stop."""
-    from dschat_tui.runs import control, watch
+    from dschat_tui.cli import watch
+    from dschat_tui.runs import control
 
     folder = find_run(run)
     if not control.has_supervisor(control.describe(folder)["state"]):
@@ -133,3 +138,21 @@ def delete(
         typer.echo(f"deleted; kept, since the run did not make them: {', '.join(others)}")
     else:
         typer.echo(f"deleted {folder.path}")
+
+
+def _table(described: list[Described]) -> str:
+    """Runs, a line each: name, state, steps, when it changed, where."""
+    rows = []
+    for item in described:
+        state = item["state"]
+        updated = state["updated"]
+        rows.append(
+            [
+                plain(item["name"]),
+                item["standing"],
+                " ".join(record["state"] for record in state["steps"].values()),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(updated)) if updated else "",
+                plain(item["path"]),
+            ]
+        )
+    return aligned(["run", "state", "steps", "changed", "folder"], rows)

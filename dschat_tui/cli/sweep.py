@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dschat_tui.cli.shared import EXIT_FAILED, Assignments, DataOption, JsonFlag, refuse
+from dschat_tui.text import one_line
 
 if TYPE_CHECKING:
     from dschat_tui.sweep.matrix import MatrixFile, Sweep
@@ -138,14 +139,15 @@ def _make(
 
 def _show_matrix(state: dict[str, Any], is_result: bool, json_output: bool) -> None:
     """The cells with what is known of them, and how many will run."""
-    from dschat_tui.sweep import report, runner, show
+    from dschat_tui.cli import sweep_display as display
+    from dschat_tui.sweep import runner
     from dschat_tui.sweep import state as states
 
     number = runner.to_run(state)
     if json_output:
-        show.emit("matrix", to_run=number, cells=state["cells"])
+        display.emit("matrix", to_run=number, cells=state["cells"])
         return
-    typer.echo(report.matrix_text(state), err=not is_result)
+    typer.echo(display.matrix_text(state), err=not is_result)
     waiting = {cell["preparation"] for cell in state["cells"] if cell["state"] == "pending"}
     for record in state["preparations"]:
         if record["name"] in waiting and record["state"] != "done":
@@ -162,22 +164,23 @@ def _run(
     time_limit: float | None,
     json_output: bool,
 ) -> str:
-    from dschat_tui.sweep import report, runner, show
+    from dschat_tui.cli import sweep_display as display
+    from dschat_tui.sweep import runner
     from dschat_tui.sweep import state as states
 
-    with show.display_for(state, json_output) as display:
-        worker = runner.Runner(sweep, folder, state, display, environments, time_limit)
+    with display.display_for(state, json_output) as shown:
+        worker = runner.Runner(sweep, folder, state, shown, environments, time_limit)
         outcome = worker.run()
     if json_output:
-        show.emit("finished", state=outcome, counts=states.counts(state), path=str(folder.path))
+        display.emit("finished", state=outcome, counts=states.counts(state), path=str(folder.path))
         return outcome
-    typer.echo(report.result_text(state))
+    typer.echo(display.result_text(state))
     typer.echo(f"\nreport: {folder.report}")
     if outcome == "stopped":
         typer.echo("stopped; the same command again goes on", err=True)
     for cell in state["cells"]:
         if cell["state"] in states.UNSUCCESSFUL:
-            reason = report.one_line(cell["reason"])
+            reason = one_line(cell["reason"])
             log = folder.path / cell["name"] / "training.log"
             where = f" Log: {log}" if log.is_file() else ""
             typer.echo(f"{cell['name']} {cell['state']}: {reason}{where}", err=True)
@@ -188,6 +191,7 @@ def _run(
 @sweep_app.command(name="report")
 def make_report(directory: SweepArgument, json_output: JsonFlag = False) -> None:
     """Make the report of a sweep again, from its sweep.json."""
+    from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import report
     from dschat_tui.sweep.state import SweepFolder, counted
 
@@ -201,20 +205,21 @@ def make_report(directory: SweepArgument, json_output: JsonFlag = False) -> None
         files = [str(folder.report), str(folder.table)]
         typer.echo(json.dumps({"files": files, "cells": state["cells"]}, indent=2))
         return
-    typer.echo(report.result_text(state))
+    typer.echo(display.result_text(state))
     typer.echo(f"\nreport: {folder.report}\n{counted(state)}")
 
 
 @sweep_app.command()
 def compare(first: SweepArgument, second: SweepArgument, json_output: JsonFlag = False) -> None:
     """Hold the cells of two sweeps against each other, in pairs of the same name."""
+    from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import report
     from dschat_tui.sweep.state import SweepFolder
 
     compared = report.compare(*(_state_of(SweepFolder(path)) for path in (first, second)))
     if not compared["pairs"]:
         _refuse_strangers(first, second)
-    typer.echo(json.dumps(compared, indent=2) if json_output else report.comparison_text(compared))
+    typer.echo(json.dumps(compared, indent=2) if json_output else display.comparison_text(compared))
 
 
 def _refuse_strangers(first: Path, second: Path) -> NoReturn:

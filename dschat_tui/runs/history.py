@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_tui.cli import tables
 from dschat_tui.logs.quantities import NOT_MEASURED
+from dschat_tui.run_text import describe_run
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.results import was_evaluated
@@ -50,7 +50,7 @@ def _past(run: RunFolder) -> PastRun:
         steps=tuple(record["state"] for record in state["steps"].values()),
         updated=state["updated"] or None,
         result=described["problem"] or _result(state),
-        details=tuple(tables.run(described).split("\n")),
+        details=tuple(describe_run(described).split("\n")),
         is_stopping=state["stop"] is not None,
     )
 

@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dschat_tui import memory_plan
 from dschat_tui.machine import GIB
-from dschat_tui.runs import control, hosts, launch
+from dschat_tui.runs import control, hosts, launch, memory_plan
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
 from engine.config.loading import ConfigError, get_value, load_config, options

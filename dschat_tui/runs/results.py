@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dschat_tui.logs.quantities import NOT_MEASURED
-
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 
@@ -48,24 +46,6 @@ def final_metrics(step: str, step_folder: Path) -> Record:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def summary_text(step: str, metrics: Record) -> str:
-    """The final numbers of a step as one line for a person."""
-    if step == "sft":
-        told = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
-        return told or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
-    if step in ("reward", "dpo"):
-        accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
-        if accuracy is None:
-            return f"accuracy {NOT_MEASURED}" if was_evaluated(metrics) else ""
-        pairs = f" on {metrics['pairs']} pairs" if "pairs" in metrics else ""
-        return f"accuracy {_number(accuracy)}{pairs}, margin {_number(margin)}"
-    parts = [
-        _arrow("reward", metrics, "reward_first", "reward_last"),
-        _arrow("KL", metrics, "kl_first", "kl_last"),
-    ]
-    return ", ".join(part for part in parts if part)
-
-
 def was_evaluated(metrics: Record) -> bool:
     """Whether a number that is missing among a step's final ones was looked for in vain.
 
@@ -82,13 +62,3 @@ def _first_and_last(records: list[Record], key: str, first: str, last: str) -> R
 def _difference(a: Any, b: Any) -> float | None:
     both_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
     return a - b if both_numbers else None
-
-
-def _arrow(title: str, metrics: Record, first: str, last: str) -> str:
-    if first not in metrics:
-        return ""
-    return f"{title} {_number(metrics[first])} -> {_number(metrics[last])}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

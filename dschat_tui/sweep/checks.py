@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dschat_tui import memory_plan
-from dschat_tui.memory_plan import PlanError, gib
-from dschat_tui.runs import preflight
+from dschat_tui.runs import memory_plan, preflight
+from dschat_tui.runs.memory_plan import PlanError
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.state import FAILED, PENDING
 from dschat_tui.sweep.matrix import Sweep
 from dschat_tui.sweep.state import PRUNED
+from dschat_tui.text import gib
 from engine.config import layout
 from engine.config.rules import check
 from engine.config.schema import RunConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dschat_tui import memory_plan
+from dschat_tui.runs import memory_plan
 from engine.config.loading import (
     ConfigError,
     apply_overrides,

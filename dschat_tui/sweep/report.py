@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from dschat_tui.cli.tables import aligned, plain
 from dschat_tui.runs.state import DONE
 from dschat_tui.sweep.matrix import value_text
 from dschat_tui.sweep.results import QUANTITIES, Quantity
 from dschat_tui.sweep.state import Record, SweepFolder, counted
-from dschat_tui.text import duration
+from dschat_tui.text import duration, one_line
 
 # What the effect of an axis, and a comparison, are told of.
 COMPARED = ("samples_per_s", "step_s", "generate_s", "train_s")
 MEMORY = ("peak_device_bytes", "peak_host_bytes")
 PARTS = ("generate_s", "train_s", "other_s")
 BAR_SIGNS = ("█", "▒", "░")
-IN_TERMINAL = ("samples_per_s", "generate_s", "train_s", "tflops", *MEMORY, "reward", "loss")
 BAR_CELLS = 40
-_BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
+BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~])")
 
 # The picture: pixels of a row, of the names on the left, of the longest bar, of what is behind it.
@@ -73,11 +71,6 @@ def as_csv(state: Record) -> str:
             [cell["name"], *values, cell["state"], one_line(cell["reason"] or ""), *numbers]
         )
     return text.getvalue()
-
-
-def one_line(text: str) -> str:
-    """Text from logs and configurations without escapes, in one line."""
-    return " ".join(plain(text.replace("\n", " ")).split())
 
 
 def done_cells(state: Record) -> list[Record]:
@@ -215,12 +208,12 @@ def _best_lines(state: Record) -> list[str]:
     lines = ["", "## Fastest and smallest", ""]
     fast, small = fastest(state), smallest(state)
     if fast is not None:
-        speed = shown(_BY_KEY["samples_per_s"], fast["samples_per_s"])
+        speed = shown(BY_KEY["samples_per_s"], fast["samples_per_s"])
         lines.append(f"- fastest: `{fast['name']}`, {speed} samples/s")
     if small is not None:
         cell, key = small
         lines.append(
-            f"- smallest: `{cell['name']}`, {shown(_BY_KEY[key], cell[key])} {_BY_KEY[key].title}"
+            f"- smallest: `{cell['name']}`, {shown(BY_KEY[key], cell[key])} {BY_KEY[key].title}"
         )
     return lines if len(lines) > 3 else [*lines, "No cell has measured anything yet."]
 
@@ -248,7 +241,7 @@ def _effect_lines(state: Record) -> list[str]:
     ]
     if not rows:
         return [*lines, "No pairs yet."]
-    return lines + _table(["axis", "change", "pairs", *(_BY_KEY[k].title for k in keys)], rows)
+    return lines + _table(["axis", "change", "pairs", *(BY_KEY[k].title for k in keys)], rows)
 
 
 def _bar_lines(state: Record) -> list[str]:
@@ -313,7 +306,7 @@ def as_picture(state: Record) -> str:
     for index, (key, colour) in enumerate(_COLOURS.items()):
         left = _NAMES + 110 * index
         parts.append(f'<rect x="{left}" y="6" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 17}" y="16">{_BY_KEY[key].title.removesuffix(" s")}</text>')
+        parts.append(f'<text x="{left + 17}" y="16">{BY_KEY[key].title.removesuffix(" s")}</text>')
     for row, cell in enumerate(cells, start=1):
         y = _ROW * row + 8
         x = float(_NAMES)
@@ -327,24 +320,6 @@ def as_picture(state: Record) -> str:
             x += length
         parts.append(f'<text x="{x + 6:.1f}" y="{y + 12}">{cell["step_s"]:.3g} s</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def matrix_text(state: Record) -> str:
-    """The cells before they run: name, whether it will, and why not."""
-    rows = [
-        [cell["name"], cell["state"], one_line(cell["reason"] or "")] for cell in state["cells"]
-    ]
-    return aligned(["cell", "state", "reason"], rows)
-
-
-def result_text(state: Record) -> str:
-    """The cells after they ran, with what a line has room for."""
-    told = [q for q in told_quantities(state) if q.key in IN_TERMINAL]
-    rows = [
-        [cell["name"], cell["state"], *(shown(q, cell.get(q.key)) for q in told)]
-        for cell in state["cells"]
-    ]
-    return aligned(["cell", "state", *(q.title for q in told)], rows)
 
 
 def compare(first: Record, second: Record) -> dict[str, Any]:
@@ -377,29 +352,3 @@ def compare(first: Record, second: Record) -> dict[str, Any]:
         "only_first": [name for name in cells[0] if name not in cells[1]],
         "only_second": [name for name in cells[1] if name not in cells[0]],
     }
-
-
-def comparison_text(compared: Mapping[str, Any]) -> str:
-    """Two sweeps side by side: a row a cell, what changed, and the mean over all pairs."""
-    pairs = compared["pairs"]
-    keys = [key for key in (*COMPARED, *MEMORY) if any(key in p["quantities"] for p in pairs)]
-    rows = []
-    for pair in pairs:
-        row = [pair["name"], " → ".join(dict.fromkeys(pair["states"]))]
-        for key in keys:
-            values = pair["quantities"].get(key, {})
-            sides = [shown(_BY_KEY[key], values.get(side)) for side in ("first", "second")]
-            change = values.get("change")
-            row.append(" → ".join(sides) + ("" if change is None else f" ({100 * change:+.1f} %)"))
-        rows.append(row)
-    means = []
-    for key in keys:
-        changes = [p["quantities"][key]["change"] for p in pairs if key in p["quantities"]]
-        means.append(change_text([change for change in changes if change is not None]))
-    if pairs:
-        rows.append(["all", "", *means])
-    lines = [aligned(["cell", "state", *(_BY_KEY[key].title for key in keys)], rows)]
-    for key, where in (("only_first", "first"), ("only_second", "second")):
-        if compared[key]:
-            lines.append(f"only in the {where}: {', '.join(compared[key])}")
-    return "\n".join(lines)

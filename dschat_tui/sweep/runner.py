@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dschat_tui.cli import tables
 from dschat_tui.runs import control, launch, preflight, supervisor
 from dschat_tui.runs.failures import last_line
 from dschat_tui.runs.folder import RunFolder, RunIsHeld
@@ -48,6 +47,7 @@ from dschat_tui.sweep.state import (
     SweepFolder,
     counts,
 )
+from dschat_tui.text import plain
 from engine.config.loading import resolve, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import Step
@@ -336,7 +336,7 @@ def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcom
         return outcome(TIMEOUT, f"stopped after its time limit of {time_limit:g} s")
     if standing == FAILED:
         causes = [s["cause"] for s in state["steps"].values() if s["cause"] is not None]
-        cause = {name: tables.plain(str(text)) for name, text in causes[0].items()}
+        cause = {name: plain(str(text)) for name, text in causes[0].items()}
         name = OOM if cause["id"] == OUT_OF_MEMORY else FAILED
         return outcome(name, f"{cause['id']}: {cause['line']}", cause)
     if standing == STOPPED:
@@ -349,7 +349,7 @@ def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcom
     log = task.run.supervisor_log
     cause = {
         "id": "supervisor_lost",
-        "line": tables.plain(last_line(log)) if log.is_file() else "",
+        "line": plain(last_line(log)) if log.is_file() else "",
         "advice": f"Read {log}.",
     }
     return outcome(FAILED, f"supervisor_lost: {cause['line']}", cause)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dschat_tui.chat.events import Answer, Error, Note, Ready, Statistics, Table, Token
-from dschat_tui.chat.render import (
+from dschat_tui.cli.render import (
     JsonRenderer,
     PlainRenderer,
     TerminalRenderer,

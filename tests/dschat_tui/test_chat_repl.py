@@ -18,13 +18,13 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui.chat import repl
 from dschat_tui.chat.evaluation import evaluate, write_table
 from dschat_tui.chat.files import read_prompts
-from dschat_tui.chat.render import JsonRenderer, PlainRenderer
-from dschat_tui.chat.repl import _read_block, line_reader, run
 from dschat_tui.chat.session import Relatives, Session
+from dschat_tui.cli import repl
 from dschat_tui.cli.main import app
+from dschat_tui.cli.render import JsonRenderer, PlainRenderer
+from dschat_tui.cli.repl import _read_block, line_reader, run
 
 
 class Echo:
@@ -133,7 +133,7 @@ def test_blocks_and_backslashes_make_one_message() -> None:
 
 def test_bad_settings_and_paths_are_refused_before_torch(tmp_path) -> None:
     script = (
-        "import sys; from dschat_tui.chat import repl;"
+        "import sys; from dschat_tui.cli import repl;"
         "codes = [repl.main(sys.argv[1]), repl.main(sys.argv[1], temperature=7.0)];"
         "print(codes, 'torch' in sys.modules)"
     )

@@ -51,7 +51,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 
 
 def test_the_checks_before_a_run_and_its_supervisor_need_no_torch():
-    code = "import dschat_tui.runs.preflight, dschat_tui.runs.supervisor, dschat_tui.runs.watch"
+    code = "import dschat_tui.runs.preflight, dschat_tui.runs.supervisor, dschat_tui.cli.watch"
     loaded = modules_after(code)
     assert not loaded & {"torch", "transformers", "deepspeed", "datasets", "textual"}
 

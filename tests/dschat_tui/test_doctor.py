@@ -11,7 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui.cli import doctor
+from dschat_tui import doctor
 from dschat_tui.cli.main import app
 
 GPU = {"name": "NVIDIA T4", "memory": 2**34, "free": 2**33}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dschat_tui import run_text
 from dschat_tui.chat.paths import PathError, find_model, relatives
-from dschat_tui.cli import tables
 from dschat_tui.dashboard.screens.panels import PANEL_COUNT, PANELS
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.parse import LogParser
@@ -95,8 +95,8 @@ def test_run_json_knows_the_steps_and_their_results(tmp_path):
     assert metrics["accuracy"] == 0.9
     assert metrics["margin"] == 2.0
     state["steps"]["dpo"] |= {"state": "done", "metrics": metrics}
-    assert "2 DPO" in tables.summary(state)
-    assert "accuracy 0.9" in tables.summary(state)
+    assert "2 DPO" in run_text.summary(state)
+    assert "accuracy 0.9" in run_text.summary(state)
 
 
 def test_chat_opens_the_model_of_dpo(tmp_path):

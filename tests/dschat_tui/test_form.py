@@ -10,12 +10,14 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from dschat_tui import memory_plan, profiles
+from dschat_tui import profiles
 from dschat_tui.dashboard import form as forms
 from dschat_tui.dashboard.form import Form, value_text
 from dschat_tui.dashboard.screens import plan as plans
 from dschat_tui.dashboard.screens.start import GROUP_TABS
 from dschat_tui.dashboard.widgets.rows import row_text
+from dschat_tui.machine import GIB
+from dschat_tui.runs import memory_plan
 from dschat_tui.text import ASCII, UNICODE
 from engine.config.loading import (
     ConfigError,
@@ -208,7 +210,7 @@ def test_a_bar_is_as_wide_as_its_place_and_shows_where_memory_ends(sizes, capaci
 @pytest.mark.parametrize("width", [56, 80, 160])
 def test_the_plan_says_what_to_change_where_it_does_not_fit(width: int):
     config = load_profile("tiny")
-    whole = memory_plan.make(config, 80.0, offline=True).plan.device_bytes / memory_plan.GIB
+    whole = memory_plan.make(config, 80.0, offline=True).plan.device_bytes / GIB
     short = memory_plan.make(config, 0.97 * whole, offline=True)
     assert short.change is not None
     rows = [row_text(row) for row in plans.plan_rows(short, True, width, ASCII)]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from dschat_tui.cli import watch
 from dschat_tui.cli.main import app
-from dschat_tui.runs import control, gates, resume, watch
+from dschat_tui.runs import control, gates, resume
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.state import parse_run_state

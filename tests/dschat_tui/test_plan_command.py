@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from dschat_tui import memory_plan
 from dschat_tui.cli.main import app
 from dschat_tui.dashboard.screens import start_work
+from dschat_tui.runs import memory_plan
 from engine.config.loading import load_profile
 
 LLAMA_7B = {

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dschat_tui import memory_plan, profiles
+from dschat_tui import profiles
+from dschat_tui.cli import profiles_report
 from dschat_tui.cli.main import app
-from dschat_tui.runs import preflight
+from dschat_tui.runs import memory_plan, preflight
 from dschat_tui.runs.fixes import fix_for
 from engine.config.loading import (
     ConfigError,
@@ -344,7 +345,7 @@ def test_a_folder_is_read_before_the_table_of_known_shapes(tmp_path, monkeypatch
 
 def test_the_page_of_profiles_is_current():
     current = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
-    assert current == profiles.as_markdown(), (
+    assert current == profiles_report.as_markdown(), (
         "run: dschat profiles list --markdown > docs/profiles.md"
     )
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dschat_tui.cli.watch import watch
 from dschat_tui.runs import control
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.launch import free_port
 from dschat_tui.runs.processes import leftovers
-from dschat_tui.runs.watch import watch
 from engine.config.steps import PIPELINES, STEPS, Step
 from engine.models.folders import is_complete_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dschat_tui.cli.options_report import as_markdown, as_text, find_options
 from dschat_tui.logs import quantities
-from dschat_tui.reference import as_markdown, as_text, find_options
 from engine.config.loading import ConfigError, options
 from engine.log.entries import PairStep, PPOStep, SFTStep, quantity_names
 

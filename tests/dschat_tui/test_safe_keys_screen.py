@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen, Screen
 
 import dschat_tui
-from dschat_tui import memory_plan, profiles
+from dschat_tui import profiles
 from dschat_tui.chat.child import Child
 from dschat_tui.dashboard import keys, screens
 from dschat_tui.dashboard.app import Dashboard, screen_text
@@ -30,7 +30,7 @@ from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.screens.settling import SETTLE_SECONDS, TOO_SOON, Settling
 from dschat_tui.dashboard.screens.start import StartScreen
 from dschat_tui.logs.source import find_source
-from dschat_tui.runs import gates
+from dschat_tui.runs import gates, memory_plan
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
 from engine.config.loading import load_config, load_profile, to_yaml

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from textual import events
 from textual.pilot import Pilot
 
-from dschat_tui import memory_plan, profiles
+from dschat_tui import profiles
 from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.app import Dashboard, screen_text
 from dschat_tui.dashboard.screens import start_work
@@ -26,7 +26,7 @@ from dschat_tui.dashboard.screens.run import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.screens.start import StartScreen
 from dschat_tui.dashboard.widgets.rows import Rows, row_text
-from dschat_tui.runs import supervisor
+from dschat_tui.runs import memory_plan, supervisor
 from dschat_tui.runs.folder import RunFolder
 from engine.config.loading import load_config, load_profile, to_yaml, user_profiles
 from engine.config.schema import RunConfig

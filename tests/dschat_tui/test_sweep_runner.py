@@ -20,11 +20,12 @@ from log_entries import ppo_step
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dschat_tui.cli import sweep_display
 from dschat_tui.cli.main import app
 from dschat_tui.runs import supervisor
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
-from dschat_tui.sweep import runner, show
+from dschat_tui.sweep import runner
 from dschat_tui.sweep.matrix import make, parse_axis
 from dschat_tui.sweep.state import SweepError, SweepFolder
 from engine.config.steps import STEPS
@@ -347,14 +348,14 @@ def test_events_are_json_lines(dschat, fakes):
 def test_the_live_table_has_a_row_a_cell_and_how_far_it_is(dschat, fakes, monkeypatch):
     pictures: list[str] = []
 
-    class Table(show.LiveTable):
+    class Table(sweep_display.LiveTable):
         def picture(self, runner):
             console = Console(file=io.StringIO(), width=120)
             console.print(super().picture(runner))
             pictures.append(console.file.getvalue())
             return super().picture(runner)
 
-    monkeypatch.setattr(show, "display_for", lambda state, json_events: Table(state))
+    monkeypatch.setattr(sweep_display, "display_for", lambda state, json_events: Table(state))
     fakes.outcomes = {CELLS[0]: MISSING, CELLS[1]: "hangs"}
     dschat("--time-limit", "1")
     for shown, states in (

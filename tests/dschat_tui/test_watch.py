@@ -15,11 +15,13 @@ import time
 
 import pytest
 
-from dschat_tui.runs import control, results, watch
+from dschat_tui.cli import watch
+from dschat_tui.run_text import result_line
+from dschat_tui.runs import control, results
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.history import history
 from dschat_tui.runs.progress import progress_of
-from dschat_tui.runs.watch import StepWatch
+from dschat_tui.runs.watch import StepWatch, Watch
 from engine.config.loading import to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS
@@ -113,10 +115,10 @@ def test_final_metrics_survive_nan_torn_lines_and_absence(tmp_path):
     ],
 )
 def test_a_result_over_no_rows_is_not_measured(tmp_path, step, record, told):
-    assert results.summary_text(step, results.final_metrics(step, tmp_path)) == ""
+    assert result_line(step, results.final_metrics(step, tmp_path)) == ""
     write_metrics(tmp_path, [record, {"kind": "metrics", "step": 0, "loss": 1.0}, record])
     metrics = results.final_metrics(step, tmp_path)
-    assert results.summary_text(step, metrics) == told
+    assert result_line(step, metrics) == told
     run = RunFolder(tmp_path / "runs" / "run")
     state = run.create(to_yaml(RunConfig()), "fake", list(STEPS[:3]))
     state["steps"][step] |= {"state": "done", "metrics": metrics}
@@ -188,7 +190,7 @@ WATCHER = """
 import subprocess, sys
 from pathlib import Path
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.runs.watch import watch
+from dschat_tui.cli.watch import watch
 
 supervisor = subprocess.Popen(sys.argv[2:], start_new_session=True)
 sys.exit(watch(RunFolder(Path(sys.argv[1])), supervisor, True))
@@ -293,6 +295,6 @@ def test_closing_the_terminal_leaves_the_run_going_on(terminal):
     assert shown.exit_code() != 0
     assert control.has_supervisor(fake.state())
     assert len(fake.survivors()) == 1
-    attached = watch.Watch(fake.run)
+    attached = Watch(fake.run)
     attached.look()
     assert attached.running_step() == SFT

@@ -13,7 +13,7 @@ from dschat_tui.text import Glyphs
 from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
-    from dschat_tui.memory_plan import Report
+    from dschat_tui.runs.memory_plan import Report
     from engine.planning import Item, StepPlan
 
 
@@ -127,10 +127,8 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
 
     `is_searched`: whether it is known what would make it fit.
     """
-    from dschat_tui.memory_plan import verdict
-
     style, sign = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
-    lines = verdict(report)
+    lines = report.verdict()
     if not report.fits and not is_searched:
         lines[1:] = ["looking for what makes it fit"]
     elif report.change is not None:
@@ -164,7 +162,7 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
 def _bar_row(
     label: str, sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs
 ) -> Row:
-    from dschat_tui.memory_plan import gib
+    from dschat_tui.text import gib
 
     needed = sum(sizes.values())
     enough = needed <= capacity
@@ -177,7 +175,7 @@ def _bar_row(
 
 
 def _numbers(label: str, phase: str, sizes: Mapping[str, int], width: int) -> list[Row]:
-    from dschat_tui.memory_plan import gib
+    from dschat_tui.text import gib
 
     told = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
     return wrapped(f"{label}, while: {phase}: {told}", width, "muted")

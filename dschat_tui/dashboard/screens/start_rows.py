@@ -125,10 +125,10 @@ def option_detail(
 ) -> list[Row]:
     """Key, default and what the option does; then what a rule says, and what it costs."""
     from dschat_tui.dashboard.form import value_text
-    from dschat_tui.reference import default_text
+    from dschat_tui.text import option_text
     from engine.config.loading import describe_type, get_value
 
-    facts = [describe_type(option.annotation), f"default {default_text(option.default)}"]
+    facts = [describe_type(option.annotation), f"default {option_text(option.default)}"]
     if option.unit:
         facts.insert(1, option.unit)
     if option.key in form.assignments:

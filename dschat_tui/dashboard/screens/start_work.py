@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dschat_tui import hangup
 from dschat_tui.dashboard.screens.start_rows import Need
+from dschat_tui.machine import GIB
+from dschat_tui.text import gib
 
 if TYPE_CHECKING:
-    from dschat_tui.memory_plan import Report
+    from dschat_tui.runs.memory_plan import Report
     from engine.config.rules import ModelFacts
     from engine.config.schema import RunConfig
 
@@ -39,13 +41,13 @@ class Started(NamedTuple):
 
 def need(config: RunConfig) -> Need:
     """What a configuration needs of this machine."""
-    from dschat_tui import memory_plan
+    from dschat_tui.runs import memory_plan
 
     try:
         report = memory_plan.make(config, None, find_change=False, offline=True)
     except memory_plan.PlanError as error:
         return Need("?", None, str(error))
-    return Need(memory_plan.gib(_peak(report)), report.fits)
+    return Need(gib(_peak(report)), report.fits)
 
 
 def _peak(report: Report) -> int:
@@ -55,8 +57,7 @@ def _peak(report: Report) -> int:
 
 def planned(config: RunConfig, output: Path, is_searched: bool) -> Planned:
     """The plan of a configuration, what rules must know of its models, and its commands."""
-    from dschat_tui import memory_plan
-    from dschat_tui.runs import launch, preflight
+    from dschat_tui.runs import launch, memory_plan, preflight
     from dschat_tui.runs.folder import RunFolder
 
     report, problem = None, ""
@@ -77,8 +78,8 @@ def planned(config: RunConfig, output: Path, is_searched: bool) -> Planned:
 
 def effect(config: RunConfig, key: str, value: Any) -> str:
     """What another value of an option does to the peak of memory."""
-    from dschat_tui import memory_plan
     from dschat_tui.dashboard.form import value_text, with_value
+    from dschat_tui.runs import memory_plan
 
     try:
         before, after = (
@@ -87,9 +88,9 @@ def effect(config: RunConfig, key: str, value: Any) -> str:
         )
     except memory_plan.PlanError:
         return ""
-    change = (_peak(after) - _peak(before)) / memory_plan.GIB
+    change = (_peak(after) - _peak(before)) / GIB
     told = f"{change:+.2g} GiB" if abs(change) >= 0.0005 else "no change of the peak"
-    return f"{value_text(value)}: {told}, {memory_plan.gib(_peak(after))} GiB in all."
+    return f"{value_text(value)}: {told}, {gib(_peak(after))} GiB in all."
 
 
 def start(config: RunConfig, profile: str, output: Path) -> Started:

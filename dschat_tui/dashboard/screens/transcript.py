@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.cells import cell_len, chop_cells
 
-from dschat_tui.chat.render import visible
 from dschat_tui.dashboard.widgets.rows import Row
-from dschat_tui.text import clean
+from dschat_tui.text import clean, visible
 
 LOADING, READY, ANSWERING, ENDED, FAILED = "loading", "ready", "answering", "ended", "failed"
 _STYLES = {"you": "strong", "answer": "text", "note": "muted", "error": "bad", "table": "text"}

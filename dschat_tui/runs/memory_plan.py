@@ -1,17 +1,16 @@
-"""`dschat plan`: the memory of each step a device, whether it fits, and what makes it fit."""
+"""Memory plans: what each step of a run takes per device, whether it fits, what makes it fit."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import psutil
 
-from dschat_tui.cli.tables import aligned
 from dschat_tui.machine import GIB, gpu_memory
 from dschat_tui.runs.hosts import hosts_of
+from dschat_tui.text import gib
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME
 from engine.models import names
@@ -52,6 +51,29 @@ class Report:
     def fits(self) -> bool:
         """Whether all steps fit as they are."""
         return self.plan.fits(self.memory_bytes, self.host_memory_bytes)
+
+    def verdict(self) -> list[str]:
+        """Whether it fits, and the change that makes it fit where one was looked for."""
+        plan = self.plan
+        if plan.device == "cpu":
+            told = f"{gib(plan.node_host_bytes)} GiB of {gib(self.memory_bytes)} GiB host memory"
+        else:
+            told = f"{gib(plan.device_bytes)} GiB of {gib(self.memory_bytes)} GiB a device, "
+            told += f"{gib(plan.node_host_bytes)} GiB"
+            if self.host_memory_bytes is not None:
+                told += f" of {gib(self.host_memory_bytes)} GiB"
+            told += " on the host of a node"
+        if self.fits:
+            return [f"fits: {told}"]
+        lines = [f"does not fit: {told}"]
+        if self.change is None:
+            lines.append("no single change, nor two, make it fit: more devices, or smaller models")
+        else:
+            settings = " ".join(f"--set {part}" for part in str(self.change).split(" and "))
+            after = self.change.plan
+            size = after.node_host_bytes if after.device == "cpu" else after.device_bytes
+            lines.append(f"the smallest change that fits, with {gib(size)} GiB: {settings}")
+        return lines
 
 
 def make(
@@ -193,82 +215,3 @@ def resolved_dtype(name: str, device: Device) -> Dtype:
     except OSError:
         return "fp32"
     return "bf16" if any(flag in flags for flag in FAST_BF16) else "fp32"
-
-
-def as_json(report: Report) -> str:
-    """The report as one document; bytes of one rank, at the peak of each step."""
-    plan = report.plan
-    document: dict[str, Any] = {
-        "device": plan.device,
-        "dtype": plan.dtype,
-        "ranks": plan.ranks,
-        "ranks_per_node": plan.ranks_per_node,
-        "memory_bytes": report.memory_bytes,
-        "host_memory_bytes": report.host_memory_bytes,
-        "fits": report.fits,
-        "change": report.change and report.change.assignments,
-        "steps": [
-            {
-                "step": step.step,
-                "device_bytes": step.device_bytes,
-                "host_bytes": step.host_bytes,
-                "peak_phase": step.peak_phase,
-                "phases": {
-                    name: {"device_bytes": on_device, "host_bytes": on_host}
-                    for name, (on_device, on_host) in step.phases().items()
-                },
-                "items": [vars(item) for item in step.items],
-            }
-            for step in plan.steps
-        ],
-    }
-    return json.dumps(document, indent=2)
-
-
-def as_text(report: Report) -> str:
-    """A table a step, what is held against what there is, and the change that makes it fit."""
-    plan = report.plan
-    kind = "GPU" if plan.device == "cuda" else "process on the CPU"
-    lines = [f"{plan.ranks} x {kind}, {plan.dtype}; GiB a rank at the peak of each step"]
-    for step in plan.steps:
-        held: dict[tuple[str, str], list[int]] = {}
-        for item in step.items:
-            if item.phase in ("always", step.peak_phase):
-                sums = held.setdefault((item.model, item.what), [0, 0])
-                sums[0] += item.device_bytes
-                sums[1] += item.host_bytes
-        rows = [[*key, gib(sums[0]), gib(sums[1])] for key, sums in held.items() if any(sums)]
-        on_device, on_host = step.phases()[step.peak_phase]
-        rows.append(["all", f"while: {step.peak_phase}", gib(on_device), gib(on_host)])
-        lines += ["", aligned([step.step, "what", "device", "host"], rows)]
-    lines += ["", *verdict(report)]
-    return "\n".join(lines)
-
-
-def gib(size: int) -> str:
-    """Bytes as GiB with three digits that count; nothing as a dash."""
-    return f"{size / GIB:.3g}" if size else "-"
-
-
-def verdict(report: Report) -> list[str]:
-    """Whether it fits, and the change that makes it fit where one was looked for."""
-    plan = report.plan
-    if plan.device == "cpu":
-        told = f"{gib(plan.node_host_bytes)} GiB of {gib(report.memory_bytes)} GiB host memory"
-    else:
-        told = f"{gib(plan.device_bytes)} GiB of {gib(report.memory_bytes)} GiB a device, "
-        told += f"{gib(plan.node_host_bytes)} GiB"
-        if report.host_memory_bytes is not None:
-            told += f" of {gib(report.host_memory_bytes)} GiB"
-        told += " on the host of a node"
-    if report.fits:
-        return [f"fits: {told}"]
-    lines = [f"does not fit: {told}"]
-    if report.change is None:
-        lines.append("no single change, nor two, make it fit: more devices, or smaller models")
-    else:
-        settings = " ".join(f"--set {part}" for part in str(report.change).split(" and "))
-        after = report.change.plan
-        size = after.node_host_bytes if after.device == "cpu" else after.device_bytes
-        lines.append(f"the smallest change that fits, with {gib(size)} GiB: {settings}")
-    return lines

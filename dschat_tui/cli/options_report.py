@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import yaml
-
+from dschat_tui.text import option_text
 from engine.config.loading import ConfigError, Option, describe_type, options
 
 
@@ -24,25 +22,12 @@ def find_options(prefix: str) -> list[Option]:
     return found
 
 
-def default_text(value: Any) -> str:
-    """A default as it would be written in a profile."""
-    if value is None or value == {}:
-        return "empty"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
-    if isinstance(value, (list, tuple)):
-        return ",".join(str(getattr(item, "path", item)) for item in value) or "empty"
-    return str(value)
-
-
 def as_text(found: list[Option]) -> str:
     """One paragraph an option: key, title, type, unit, default, help."""
     blocks = []
     for option in found:
         unit = f", {option.unit}" if option.unit else ""
-        facts = f"{describe_type(option.annotation)}{unit}; default {default_text(option.default)}"
+        facts = f"{describe_type(option.annotation)}{unit}; default {option_text(option.default)}"
         blocks.append(f"{option.key}  ({facts})\n    {option.title}: {option.help}")
     return "\n".join(blocks)
 
@@ -55,7 +40,7 @@ def as_json(found: list[Option]) -> str:
             "title": option.title,
             "type": describe_type(option.annotation),
             "unit": option.unit,
-            "default": default_text(option.default),
+            "default": option_text(option.default),
             "help": option.help,
         }
         for option in found
@@ -81,5 +66,5 @@ def as_markdown() -> str:
         kind = describe_type(option.annotation).replace("|", " or ")
         unit = f" ({option.unit})" if option.unit else ""
         text = f"{option.title}. {option.help}".replace("|", "\\|")
-        lines.append(f"| `{option.key}` | {kind}{unit} | {default_text(option.default)} | {text} |")
+        lines.append(f"| `{option.key}` | {kind}{unit} | {option_text(option.default)} | {text} |")
     return "\n".join(lines) + "\n"

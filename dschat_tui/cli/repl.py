@@ -20,16 +20,16 @@ from dschat_tui.chat.events import Error, Event, Note, Quit, Ready
 from dschat_tui.chat.files import read_prompts
 from dschat_tui.chat.loading import load_session
 from dschat_tui.chat.paths import find_model
-from dschat_tui.chat.render import (
+from dschat_tui.chat.session import Session
+from dschat_tui.chat.settings import Settings
+from dschat_tui.cli.render import (
     JsonRenderer,
     PlainRenderer,
     Renderer,
     TerminalRenderer,
     format_table,
-    visible,
 )
-from dschat_tui.chat.session import Session
-from dschat_tui.chat.settings import Settings
+from dschat_tui.text import visible
 from engine.config.placement import Engine, LoadIn, Placement
 
 Reader = Callable[[], str]

@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a live table, lines, or events as JSON."""
+"""What `dschat sweep` prints: while cells run, and tables of a matrix, results, two sweeps."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dschat_tui.cli import tables
 from dschat_tui.runs.state import DONE, FAILED, RUNNING
 from dschat_tui.runs.watch import STARTING
-from dschat_tui.sweep.report import bar_text, one_line, shown
+from dschat_tui.sweep.report import (
+    BY_KEY,
+    COMPARED,
+    MEMORY,
+    bar_text,
+    change_text,
+    shown,
+    told_quantities,
+)
 from dschat_tui.sweep.results import QUANTITIES
 from dschat_tui.sweep.runner import Display, Runner
 from dschat_tui.sweep.state import OOM, PRUNED, TIMEOUT, Record, counted
-from dschat_tui.text import duration
+from dschat_tui.text import aligned, duration, one_line, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+IN_TERMINAL = ("samples_per_s", "generate_s", "train_s", "tflops", *MEMORY, "reward", "loss")
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_PICTURES = 0.5
 BAR_CELLS = 20
@@ -178,7 +187,51 @@ class LiveTable:
         for task in runner.tasks:
             followed = task.watch.step_watch
             how_far = followed.line() if followed is not None else STARTING
-            lines.append(Text(f"{task.record['name']}: {tables.plain(how_far)}", style="cyan"))
+            lines.append(Text(f"{task.record['name']}: {plain(how_far)}", style="cyan"))
         if runner.is_stopping and runner.tasks:
             lines.append(Text(stopping_text(runner), style="yellow"))
         return Group(*lines)
+
+
+def matrix_text(state: Record) -> str:
+    """The cells before they run: name, whether it will, and why not."""
+    rows = [
+        [cell["name"], cell["state"], one_line(cell["reason"] or "")] for cell in state["cells"]
+    ]
+    return aligned(["cell", "state", "reason"], rows)
+
+
+def result_text(state: Record) -> str:
+    """The cells after they ran, with what a line has room for."""
+    told = [q for q in told_quantities(state) if q.key in IN_TERMINAL]
+    rows = [
+        [cell["name"], cell["state"], *(shown(q, cell.get(q.key)) for q in told)]
+        for cell in state["cells"]
+    ]
+    return aligned(["cell", "state", *(q.title for q in told)], rows)
+
+
+def comparison_text(compared: Mapping[str, Any]) -> str:
+    """Two sweeps side by side: a row a cell, what changed, and the mean over all pairs."""
+    pairs = compared["pairs"]
+    keys = [key for key in (*COMPARED, *MEMORY) if any(key in p["quantities"] for p in pairs)]
+    rows = []
+    for pair in pairs:
+        row = [pair["name"], " → ".join(dict.fromkeys(pair["states"]))]
+        for key in keys:
+            values = pair["quantities"].get(key, {})
+            sides = [shown(BY_KEY[key], values.get(side)) for side in ("first", "second")]
+            change = values.get("change")
+            row.append(" → ".join(sides) + ("" if change is None else f" ({100 * change:+.1f} %)"))
+        rows.append(row)
+    means = []
+    for key in keys:
+        changes = [p["quantities"][key]["change"] for p in pairs if key in p["quantities"]]
+        means.append(change_text([change for change in changes if change is not None]))
+    if pairs:
+        rows.append(["all", "", *means])
+    lines = [aligned(["cell", "state", *(BY_KEY[key].title for key in keys)], rows)]
+    for key, where in (("only_first", "first"), ("only_second", "second")):
+        if compared[key]:
+            lines.append(f"only in the {where}: {', '.join(compared[key])}")
+    return "\n".join(lines)

@@ -8,18 +8,7 @@ from dataclasses import asdict
 from typing import Protocol, TextIO
 
 from dschat_tui.chat.events import Answer, Error, Event, Note, Quit, Ready, Table, Token
-
-# Control characters as their pictures; the marks that reorder text, and C1 controls, as escapes.
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_HIDDEN = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_VISIBLE = str.maketrans(
-    {**_PICTURES, 0x7F: "\u2421", **{code: f"\\u{code:04x}" for code in _HIDDEN}}
-)
-
-
-def visible(text: str) -> str:
-    """Return text in which nothing can move the cursor, colour the screen or reorder lines."""
-    return text.translate(_VISIBLE)
+from dschat_tui.text import visible
 
 
 class Renderer(Protocol):

@@ -1,4 +1,4 @@
-"""Commands that read what a run left: metrics, monitor, eval."""
+"""`dschat eval`: the models of a run on held-out prompts, or its reward model on pairs."""
 
 from __future__ import annotations
 
@@ -8,64 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from dschat_tui.cli.shared import JsonFlag, keep_stdout_clean, refuse
+from dschat_tui.text import aligned, figure, one_line
 
 _PAIR_TEXTS = ("prompt", "chosen", "rejected")
 _PAIR_CELLS = 40
-
-
-def metrics(
-    path: Annotated[Path, typer.Argument(help="Folder of a run, of a step, or a training.log.")],
-    json_output: JsonFlag = False,
-) -> None:
-    """Read what a run, or a training.log, says."""
-    from engine.log import documents
-
-    log = path / "training.log" if (path / "training.log").is_file() else path
-    if log.is_file():
-        document = documents.read_document(log)
-    elif path.is_dir():
-        document = documents.read_run(path)
-        if not document["steps"]:
-            refuse(f"{path} holds no training.log of a step. Give the folder of a run, or a log")
-    else:
-        refuse(f"{path} does not exist. Give the folder of a run, or a training.log")
-    if json_output:
-        typer.echo(documents.to_json(document))
-        return
-    from dschat_tui.cli import tables
-
-    typer.echo(tables.log_document(document))
-
-
-def monitor(
-    path: Annotated[Path, typer.Argument(help="Folder of a run, of a step, or a training.log.")],
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Play a finished log again, as if it grew now.")
-    ] = False,
-    speed: Annotated[
-        float, typer.Option(min=0.01, help="How many times as fast as it happened.")
-    ] = 10.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one frame as text; needs no terminal.")
-    ] = False,
-    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII alone.")] = False,
-) -> None:
-    """Watch a run or a log, also one of DeepSpeed-Chat, also of another machine."""
-    from dschat_tui.logs.source import SourceError, find_source
-
-    try:
-        source = find_source(path)
-    except SourceError as error:
-        refuse(str(error))
-    from dschat_tui.dashboard import app as dashboard
-
-    shown = dashboard.Dashboard(source, ascii_only=ascii_only, speed=speed if replay else None)
-    if once:
-        typer.echo(dashboard.once(shown))
-    elif dashboard.has_terminal():
-        raise typer.Exit(dashboard.show(shown))
-    else:
-        refuse("there is no terminal here. Use `dschat monitor PATH --once` for one frame as text")
 
 
 def evaluate_run(
@@ -89,14 +35,13 @@ def evaluate_run(
     path = Path(paths[0])
     if not (path / "run.yaml").is_file():
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
-    from dschat_tui.cli import tables
     from engine.log import documents
 
     document = _score_pairs(path, data) if data is not None else _evaluate(path)
     if json_output:
         typer.echo(documents.to_json(document, indent=2))
         return
-    typer.echo(tables.evaluation(document) if data is None else _pairs_table(document))
+    typer.echo(_comparison_table(document) if data is None else _pairs_table(document))
 
 
 def _evaluate(run: Path) -> dict[str, Any]:
@@ -120,18 +65,16 @@ def _score_pairs(run: Path, data: Path) -> dict[str, Any]:
 
 def _pairs_table(document: dict[str, Any]) -> str:
     """Each pair with both scores, then how often and by how much the chosen one wins."""
-    from dschat_tui.cli import tables
-
     rows = []
     for number, pair in enumerate(document["scores"], 1):
-        texts = [" ".join(tables.plain(pair[name]).split()) for name in _PAIR_TEXTS]
+        texts = [one_line(pair[name]) for name in _PAIR_TEXTS]
         scores = [f"{pair['chosen_score']:.4g}", f"{pair['rejected_score']:.4g}"]
         shortened = [
             f"{text[:_PAIR_CELLS]}..." if len(text) > _PAIR_CELLS else text for text in texts
         ]
         rows.append([str(number), *scores, *shortened])
     header = ["pair", "chosen", "rejected", "question", "chosen answer", "rejected answer"]
-    lines = [tables.aligned(header, rows)]
+    lines = [aligned(header, rows)]
     if document["pairs"]:
         lines.append(
             f"{document['pairs']} pairs, accuracy {document['accuracy']:.4g}, "
@@ -139,4 +82,30 @@ def _pairs_table(document: dict[str, Any]) -> str:
         )
     if document["left_out"]:
         lines.append(f"{document['left_out']} left out: no pair, or longer than the model reads")
+    return "\n".join(lines)
+
+
+def _comparison_table(document: dict[str, Any]) -> str:
+    """Models side by side on held-out prompts, and the accuracy of what rates answers."""
+    names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style", "kl")
+    rows = [
+        [model, *(figure(values.get(name)) for name in names)]
+        for model, values in document["models"].items()
+    ]
+    lines = [f"{document['prompts']} held-out prompts", aligned(["model", *names], rows)]
+    for name in ("reward_model", "implicit_rewards"):
+        rated = document.get(name)
+        if rated:
+            lines.append(
+                f"{name.replace('_', ' ')}: accuracy {figure(rated['accuracy'])}, margin "
+                f"{figure(rated['margin'])} on {rated['pairs']} pairs"
+            )
+            lines += [
+                f"  {kind}: {figure(share)}" for kind, share in rated.get("kinds", {}).items()
+            ]
+    for sample in document.get("answers", []):
+        lines += ["", one_line(sample["prompt"])]
+        answers = {name: text for name, text in sample.items() if name != "prompt"}
+        width = max(len(name) for name in answers)
+        lines += [f"  {name:<{width}}  {one_line(text)}" for name, text in answers.items()]
     return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""What a run came to, as text: the same for commands and the dashboard."""
+
+from __future__ import annotations
+
+from dschat_tui.logs.quantities import NOT_MEASURED
+from dschat_tui.runs import gates
+from dschat_tui.runs.control import Described
+from dschat_tui.runs.results import was_evaluated
+from dschat_tui.runs.state import FinalMetrics, RunState, steps_of
+from dschat_tui.text import aligned, duration, figure, plain
+from engine.config.steps import STEPS
+
+
+def result_line(step: str, metrics: FinalMetrics) -> str:
+    """The final numbers of a step as one line for a person."""
+    if step == "sft":
+        told = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
+        return told or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
+    if step in ("reward", "dpo"):
+        accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
+        if accuracy is None:
+            return f"accuracy {NOT_MEASURED}" if was_evaluated(metrics) else ""
+        pairs = f" on {metrics['pairs']} pairs" if "pairs" in metrics else ""
+        return f"accuracy {figure(accuracy)}{pairs}, margin {figure(margin)}"
+    parts = [
+        _arrow("reward", metrics, "reward_first", "reward_last"),
+        _arrow("KL", metrics, "kl_first", "kl_last"),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def summary(state: RunState) -> str:
+    """What each step of a run came to, and the gates that it missed, from its run.json."""
+    rows = []
+    for step, record in steps_of(state):
+        seconds = (record["ended"] or 0) - (record["started"] or 0)
+        rows.append(
+            [
+                f"{step.number} {step.title}",
+                record["state"],
+                duration(seconds) if record["ended"] else "",
+                result_line(step.name, record["metrics"]),
+            ]
+        )
+    missed = [f"gate: {plain(gates.told_whole(record))}" for record in gates.known(state)]
+    return "\n".join([aligned(["step", "state", "time", "result"], rows), *missed])
+
+
+def describe_run(described: Described) -> str:
+    """One run: its steps, checkpoints, cause of failure, changes, and what to do next."""
+    state, path = described["state"], plain(described["path"])
+    lines = [f"{path}: {described['standing']}"]
+    if described["problem"]:
+        return "\n".join([*lines, plain(described["problem"])])
+    lines += [summary(state)]
+    for step in STEPS:
+        found = described["checkpoints"].get(step.name)
+        if found:
+            told = ", ".join(str(number) for number in found)
+            lines.append(f"checkpoints of step {step.number} after: {told}")
+        cause = state["steps"][step.name]["cause"] if step.name in state["steps"] else None
+        if cause:
+            lines += [f"cause: {cause['id']}", f"  {plain(cause['line'])}", f"  {cause['advice']}"]
+    lines += [
+        f"changed on resuming: {plain(str(c['key']))}: {c['before']} -> {c['after']}"
+        for c in state["changes"]
+    ]
+    if described["standing"] == "paused":
+        lines.append(f'go on regardless: dschat runs resume {path} --accept "REASON"')
+    elif described["standing"] in ("failed", "stopped", "lost"):
+        lines.append(f"go on: dschat run --resume {path}")
+    elif described["standing"] == "running":
+        lines.append(f"see it: dschat runs attach {path}")
+    return "\n".join(lines)
+
+
+def _arrow(title: str, metrics: FinalMetrics, first: str, last: str) -> str:
+    if first not in metrics:
+        return ""
+    return f"{title} {figure(metrics[first])} -> {figure(metrics[last])}"
