@@ -12,6 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("engine", "dschat_tui")
+LONGEST_FUNCTION = 80
+# What only they may import: the commands nobody, the dashboard the commands.
+IMPORTERS = {"dschat_tui.cli": set(), "dschat_tui.dashboard": {"dschat_tui.cli"}}
+# Processes without a terminal, whose log is their stderr, and a page of the documentation.
+PRINTING = {"supervisor.py", "guard.py", "quantities.py"}
+LOGIC = ("runs", "sweep", "chat", "logs")
 
 
 def sources(package: str) -> Iterator[tuple[Path, ast.Module]]:
@@ -25,12 +32,11 @@ def folder_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def arrows(package: str) -> dict[str, dict[str, str]]:
-    """From each folder of a package to those it imports from, with a module that does.
+def imports(package: str) -> Iterator[tuple[str, str, str]]:
+    """Each import of our own code: the folder that imports, the folder imported, and where.
 
     Imports inside functions count: they make an order of loading possible, not of understanding.
     """
-    found: dict[str, dict[str, str]] = defaultdict(dict)
     for path, tree in sources(package):
         module = ".".join(path.with_suffix("").parts)
         for node in ast.walk(tree):
@@ -40,13 +46,21 @@ def arrows(package: str) -> dict[str, dict[str, str]]:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             else:
                 continue
-            for target in {folder_of(name) for name in names if name.startswith(f"{package}.")}:
-                if target != folder_of(module):
-                    found[folder_of(module)].setdefault(target, f"{path}:{node.lineno}")
+            for name in names:
+                if name.startswith(tuple(f"{each}." for each in PACKAGES)):
+                    yield folder_of(module), folder_of(name), f"{path}:{node.lineno}"
+
+
+def arrows(package: str) -> dict[str, dict[str, str]]:
+    """From each folder of a package to those of it that it imports from, with a place that does."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for user, used, place in imports(package):
+        if used != user and used.startswith(f"{package}."):
+            found[user].setdefault(used, place)
     return found
 
 
-@pytest.mark.parametrize("package", ["engine"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_folders_import_each_other_in_one_direction(package):
     graph = arrows(package)
     try:
@@ -57,3 +71,39 @@ def test_folders_import_each_other_in_one_direction(package):
         steps = [graph[user][used] for used, user in itertools.pairwise(circle)]
         pytest.fail(f"{' <- '.join(circle)}: {', '.join(steps)}")
     assert len(graph) > 1
+
+
+def test_nothing_stands_on_screens_and_commands():
+    seen = set()
+    for user, used, place in itertools.chain.from_iterable(map(imports, PACKAGES)):
+        if user.startswith("engine."):
+            assert used.startswith("engine."), f"{place}: the engine knows no screen"
+        if used in IMPORTERS and user != used:
+            seen.add(used)
+            assert user in IMPORTERS[used], f"{place}: {user} imports {used}"
+    assert seen == {"dschat_tui.dashboard"}
+
+
+def test_what_is_no_screen_and_no_command_prints_nothing():
+    looked_at = 0
+    for path, tree in sources("dschat_tui"):
+        if path.parts[1] not in LOGIC or path.name in PRINTING:
+            continue
+        looked_at += 1
+        for node in ast.walk(tree):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            assert not (called and node.func.id == "print"), f"{path}:{node.lineno}"
+    assert looked_at > len(LOGIC)
+
+
+def test_functions_are_short():
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = {
+        f"{path}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+        for package in PACKAGES
+        for path, tree in sources(package)
+        for node in ast.walk(tree)
+        if isinstance(node, functions)
+    }
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+    assert len(lengths) > 1000

@@ -7,11 +7,32 @@ from typing import Annotated, Literal
 
 import typer
 
+PathOption = Annotated[
+    str, typer.Option(help="Folder of a run or of a model, or the id of a model on the Hub.")
+]
+LoadIn = Annotated[
+    Literal["8bit", "4bit"] | None,
+    typer.Option(help="Quantise the weights while loading (bitsandbytes, CUDA)."),
+]
+Offload = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cpu|nvme:FOLDER",
+        help="Keep the weights in host memory or on disk, a layer at a time on the device.",
+    ),
+]
+Engine = Annotated[
+    Literal["hf", "deepspeed"],
+    typer.Option(help="hf, or deepspeed for DeepSpeed-Inference (CUDA)."),
+]
+EvalFile = Annotated[
+    Path | None,
+    typer.Option("--eval", help="Ask the prompts of this file of every model, show a table."),
+]
+
 
 def chat(
-    path: Annotated[
-        str, typer.Option(help="Folder of a run or of a model, or the id of a model on the Hub.")
-    ],
+    path: PathOption,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Of sampling; 0 always takes the likeliest token.")
@@ -30,25 +51,13 @@ def chat(
     ] = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
-    load_in: Annotated[
-        Literal["8bit", "4bit"] | None,
-        typer.Option(help="Quantise the weights while loading (bitsandbytes, CUDA)."),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|nvme:FOLDER",
-            help="Keep the weights in host memory or on disk, a layer at a time on the device.",
-        ),
-    ] = None,
+    load_in: LoadIn = None,
+    offload: Offload = None,
     offload_cache: Annotated[
         bool,
         typer.Option("--offload-cache", help="Keep keys and values in host memory (CUDA)."),
     ] = False,
-    engine: Annotated[
-        Literal["hf", "deepspeed"],
-        typer.Option(help="hf, or deepspeed for DeepSpeed-Inference (CUDA)."),
-    ] = "hf",
+    engine: Engine = "hf",
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer, if the model has none.")
     ] = None,
@@ -59,10 +68,7 @@ def chat(
         list[str] | None, typer.Option(help="Another model to compare with; several times.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this one question and end.")] = None,
-    eval_file: Annotated[
-        Path | None,
-        typer.Option("--eval", help="Ask the prompts of this file of every model, show a table."),
-    ] = None,
+    eval_file: EvalFile = None,
     output: Annotated[
         Path | None, typer.Option(help="Write that table here: CSV if it ends so, else JSONL.")
     ] = None,
@@ -71,28 +77,19 @@ def chat(
     ] = False,
 ) -> None:
     """Talk with a model."""
-    from dschat_tui.cli.repl import main as converse
+    from dschat_tui.chat.loading import LoadOptions
+    from dschat_tui.chat.settings import Settings
+    from dschat_tui.cli import repl
+    from engine.config.placement import Placement
 
-    exit_code = converse(
-        path,
-        tokenizer=tokenizer,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        system=system,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        against=against or [],
-        load_in=load_in,
-        offload=offload,
-        offload_cache=offload_cache,
-        engine=engine,
-        prompt=prompt,
-        as_json=as_json,
-        eval_file=eval_file,
-        output=output,
+    try:
+        settings = Settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+        placement = Placement(load_in, offload, offload_cache, engine)
+    except ValueError as error:
+        raise typer.Exit(repl.refuse(error)) from None
+    options = LoadOptions(dtype, tokenizer, trust_remote_code, placement)
+    raise typer.Exit(
+        repl.main(
+            path, settings, options, system, against or [], prompt, eval_file, output, as_json
+        )
     )
-    raise typer.Exit(exit_code)

@@ -18,7 +18,7 @@ from dschat_tui.chat.commands import COMMANDS, complete, respond
 from dschat_tui.chat.evaluation import evaluate, write_table
 from dschat_tui.chat.events import Error, Event, Note, Quit, Ready
 from dschat_tui.chat.files import read_prompts
-from dschat_tui.chat.loading import load_session
+from dschat_tui.chat.loading import LoadOptions, load_session
 from dschat_tui.chat.paths import find_model
 from dschat_tui.chat.session import Session
 from dschat_tui.chat.settings import Settings
@@ -29,8 +29,8 @@ from dschat_tui.cli.render import (
     TerminalRenderer,
     format_table,
 )
+from dschat_tui.cli.shared import EXIT_INTERRUPTED, EXIT_REFUSED, keep_stdout_clean
 from dschat_tui.text import visible
-from engine.config.placement import Engine, LoadIn, Placement
 
 Reader = Callable[[], str]
 
@@ -57,7 +57,7 @@ def run(session: Session, read: Reader, renderer: Renderer, interactive: bool) -
             return code
         except KeyboardInterrupt:
             if not interactive:
-                return 130
+                return EXIT_INTERRUPTED
             renderer.show(Note("Ctrl-D or quit ends the conversation."))
             continue
         try:
@@ -71,7 +71,7 @@ def run(session: Session, read: Reader, renderer: Renderer, interactive: bool) -
         except KeyboardInterrupt:
             renderer.show(Note("Stopped."))
         if session.stopping and not interactive:
-            return 130
+            return EXIT_INTERRUPTED
 
 
 def _guarded(session: Session, line: str) -> Iterator[Event]:
@@ -187,84 +187,58 @@ def _read_block(read_line: Callable[[bool], str]) -> str:
 
 def main(
     path: str,
-    *,
-    tokenizer: str | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    system: str = "",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    against: Sequence[str] = (),
-    load_in: LoadIn | None = None,
-    offload: str | None = None,
-    offload_cache: bool = False,
-    engine: Engine = "hf",
-    prompt: str | None = None,
-    as_json: bool = False,
-    eval_file: str | Path | None = None,
-    output: str | Path | None = None,
+    settings: Settings,
+    options: LoadOptions,
+    system: str,
+    against: Sequence[str],
+    prompt: str | None,
+    eval_file: Path | None,
+    output: Path | None,
+    as_json: bool,
 ) -> int:
     """Talk with a model; the exit code is 0, 1 (a question failed), 2 (refused) or 130.
 
     Args:
         path: run folder, step folder, model folder, Hub id, embedded:NAME or a fetched model.
-        tokenizer: folder or Hub id of the tokenizer, where the model has none.
-        max_new_tokens: most tokens of an answer.
-        temperature: 0 is greedy, the default, as in the original's chat.
-        top_p: sample from the likeliest tokens with this share.
-        top_k: sample from so many likeliest tokens; 0 is off.
-        repetition_penalty: above 1 makes used tokens less likely.
-        seed: makes sampled answers repeatable.
+        settings: how to generate.
+        options: how to load the models.
         system: the system message.
-        dtype: auto, fp32, bf16 or fp16.
-        trust_remote_code: run Python code that comes with the model.
         against: more models for /compare and an evaluation.
-        load_in: quantise the weights while loading, to 8bit or 4bit.
-        offload: keep the weights in host memory (cpu) or on disk (nvme:FOLDER), by ZeRO-3.
-        offload_cache: keep keys and values in host memory.
-        engine: hf, or deepspeed for DeepSpeed-Inference.
         prompt: ask this once and end.
-        as_json: write an event a line to stdout, for another program.
         eval_file: ask these prompts of every model and show the answers as a table.
         output: write that table here, CSV if it ends so, else JSONL.
+        as_json: write an event a line to stdout, for another program.
     """
     try:
-        settings = Settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-        placement = Placement(load_in, offload, offload_cache, engine)
-        found = find_model(path, tokenizer)
-        prompts = read_prompts(Path(eval_file)) if eval_file else []
-        with _stdout_for_answers_only():
-            session = load_session(
-                path,
-                found,
-                settings,
-                system,
-                dtype,
-                tokenizer,
-                trust_remote_code,
-                against,
-                placement,
-            )
+        found = find_model(path, options.tokenizer)
+        prompts = read_prompts(eval_file) if eval_file else []
+        with keep_stdout_clean():
+            session = load_session(path, found, settings, system, against, options, _note)
     except (ValueError, OSError) as error:
-        for reason in str(error).splitlines():
-            print(f"dschat chat: {visible(reason)}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     try:
         if prompts:
-            return _evaluate(session, prompts, as_json, Path(output) if output else None)
+            return _evaluate(session, prompts, as_json, output)
         return _converse(session, path, prompt, as_json)
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader has left; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+
+
+def refuse(error: Exception) -> int:
+    """Print each line of an error as a reason of its own; the exit code of a refusal."""
+    for reason in str(error).splitlines():
+        _note(f"dschat chat: {visible(reason)}")
+    return EXIT_REFUSED
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _converse(session: Session, path: str, prompt: str | None, as_json: bool) -> int:
@@ -285,10 +259,10 @@ def _converse(session: Session, path: str, prompt: str | None, as_json: bool) ->
 
 
 def _evaluate(session: Session, prompts: list[str], as_json: bool, output: Path | None) -> int:
-    table = evaluate(session, prompts, lambda text: print(text, file=sys.stderr))
+    table = evaluate(session, prompts, _note)
     if output:
         write_table(table, output)
-        print(f"Written to {output}.", file=sys.stderr)
+        _note(f"Written to {output}.")
     elif as_json:
         JsonRenderer(sys.stdout).show(table)
     else:
@@ -301,20 +275,6 @@ def _history_file() -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        print(f"The history of your lines is not kept: {error}", file=sys.stderr)
+        _note(f"The history of your lines is not kept: {error}")
         return None
     return folder / "chat_history"
-
-
-@contextmanager
-def _stdout_for_answers_only() -> Iterator[None]:
-    """Send to stderr what libraries print to stdout, native code included."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
 
 
 def complete_profile(incomplete: str) -> list[str]:

@@ -24,6 +24,15 @@ sweep_app = typer.Typer(
     rich_markup_mode=None,
 )
 SweepArgument = Annotated[Path, typer.Argument(help="Folder of a sweep.")]
+AxisOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=V1,V2",
+        help="An option, or a feature (zero_stage, hybrid_engine, offload, lora), and its "
+        "values; several times. lora=true is the profile's rank, else 128, in small models an "
+        "eighth of their width. Default: the original's sweep of the step.",
+    ),
+]
 
 
 @sweep_app.callback()
@@ -40,15 +49,7 @@ def sweep(
         str | None,
         typer.Option(help="Step that each cell runs, or several, such as 1,2. Default: 3."),
     ] = None,
-    axis: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=V1,V2",
-            help="An option, or a feature (zero_stage, hybrid_engine, offload, lora), and its "
-            "values; several times. lora=true is the profile's rank, else 128, in small models an "
-            "eighth of their width. Default: the original's sweep of the step.",
-        ),
-    ] = None,
+    axis: AxisOption = None,
     matrix: Annotated[
         str | None,
         typer.Option(help="Take the sweep from profiles/sweeps/ by its name, or a YAML file."),

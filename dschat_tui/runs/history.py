@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dschat_tui.logs.quantities import NOT_MEASURED
-from dschat_tui.run_text import describe_run
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.results import was_evaluated
@@ -27,7 +26,7 @@ class PastRun:
     steps: tuple[str, ...]
     updated: float | None
     result: str
-    details: tuple[str, ...]
+    described: control.Described
     is_stopping: bool = False
 
     @property
@@ -50,7 +49,7 @@ def _past(run: RunFolder) -> PastRun:
         steps=tuple(record["state"] for record in state["steps"].values()),
         updated=state["updated"] or None,
         result=described["problem"] or _result(state),
-        details=tuple(describe_run(described).split("\n")),
+        described=described,
         is_stopping=state["stop"] is not None,
     )
 

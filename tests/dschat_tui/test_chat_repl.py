@@ -16,12 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from dschat_tui.chat.evaluation import evaluate, write_table
 from dschat_tui.chat.files import read_prompts
 from dschat_tui.chat.session import Relatives, Session
 from dschat_tui.cli import repl
+from dschat_tui.cli.chat import chat
 from dschat_tui.cli.main import app
 from dschat_tui.cli.render import JsonRenderer, PlainRenderer
 from dschat_tui.cli.repl import _read_block, line_reader, run
@@ -71,7 +73,12 @@ def child(options: str) -> int:
         return Session(Echo(), arguments[2], relatives)
 
     repl.load_session = load_session
-    return repl.main("org/echo", **json.loads(options))
+    given = json.loads(options)
+    if "eval_file" in given:
+        given["eval_file"] = Path(given["eval_file"])
+    with pytest.raises(typer.Exit) as ended:
+        chat("org/echo", **given)
+    return ended.value.exit_code
 
 
 # Ctrl-C as in a terminal, also where whoever runs the tests ignores it.
@@ -133,8 +140,14 @@ def test_blocks_and_backslashes_make_one_message() -> None:
 
 def test_bad_settings_and_paths_are_refused_before_torch(tmp_path) -> None:
     script = (
-        "import sys; from dschat_tui.cli import repl;"
-        "codes = [repl.main(sys.argv[1]), repl.main(sys.argv[1], temperature=7.0)];"
+        "import sys, typer\n"
+        "from dschat_tui.cli.chat import chat\n"
+        "codes = []\n"
+        "for options in ({}, {'temperature': 7.0}):\n"
+        "    try:\n"
+        "        chat(sys.argv[1], **options)\n"
+        "    except typer.Exit as ended:\n"
+        "        codes.append(ended.exit_code)\n"
         "print(codes, 'torch' in sys.modules)"
     )
     done = subprocess.run(

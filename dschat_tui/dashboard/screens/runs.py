@@ -177,7 +177,7 @@ class RunsScreen(ResumingScreen):
 
     def _draw_details(self) -> None:
         is_ascii, run = self.ascii_only, self.chosen
-        lines = run.details if run else ()
+        lines = [] if run is None else _description(run).split("\n")
         shown: list[Row] = [[(clean(line, is_ascii), "text")] for line in lines]
         self.query_one("#runs-details", Line).show(*shown)
 
@@ -324,3 +324,10 @@ class RunsScreen(ResumingScreen):
         told = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
         self.app.call_from_thread(self.tell, told)
         self.app.call_from_thread(self.read)
+
+
+def _description(run: PastRun) -> str:
+    # here, not above: loads the configuration, and the first picture comes first
+    from dschat_tui.run_text import describe_run
+
+    return describe_run(run.described)
