@@ -53,15 +53,23 @@ def choices(key: str) -> tuple[Any, ...]:
     for group in groups:
         section = section.model_fields[group].annotation
     field = section.model_fields[leaf]
-    if field.annotation is bool:
-        return (False, True)
-    if typing.get_origin(field.annotation) is typing.Literal:
-        return typing.get_args(field.annotation)
+    kinds = typing.get_args(field.annotation)
+    if len(kinds) == 2 and kinds[1] is type(None):
+        return (None, *few) if (few := _few_values(kinds[0])) else ()
+    if few := _few_values(field.annotation):
+        return few
     low = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
     high = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
     if field.annotation is int and low is not None and high is not None:
         return tuple(range(int(low), int(high) + 1))  # type: ignore[call-overload]
     return ()
+
+
+def _few_values(kind: Any) -> tuple[Any, ...]:
+    """The values of a truth value or of a choice of words, else nothing."""
+    if kind is bool:
+        return (False, True)
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def value_text(value: Any) -> str:

@@ -46,9 +46,9 @@ class RunFolder:
         """The log that a step's processes write."""
         return self.step_folder(step) / "training.log"
 
-    def model_folders(self, step: Step, ema: bool) -> list[Path]:
+    def model_folders(self, step: Step, ema: bool, critic: bool = True) -> list[Path]:
         """The model folders that a step must leave behind, complete, to be done."""
-        return [self.step_folder(step) / name for name in step.model_folders(ema)]
+        return [self.step_folder(step) / name for name in step.model_folders(ema, critic)]
 
     def checkpoints(self, step: Step) -> list[dict[str, Any]]:
         """The manifests of a step's whole checkpoints, oldest first."""

@@ -21,7 +21,7 @@ from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
 from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
-from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName, pipeline
+from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName
 from engine.config.warmup import warmup_problem
 from engine.data import checks, files
 from engine.models import embedded, folders, names
@@ -100,8 +100,8 @@ def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) 
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
     """The steps asked for, in order; without a wish all that no finished model stands in for."""
     if numbers is not None:
-        return [step for step in pipeline(config.alignment) if step.number in numbers]
-    return [step for step in pipeline(config.alignment) if _replacement(config, step) is None]
+        return [step for step in config.steps if step.number in numbers]
+    return [step for step in config.steps if _replacement(config, step) is None]
 
 
 def _replacement(config: RunConfig, step: Step) -> str | None:
@@ -227,10 +227,13 @@ def _existing_state(run: RunFolder, reasons: list[str]) -> RunState | None:
 def _steps_done(run: RunFolder, state: RunState | None, config: RunConfig) -> set[int]:
     return {
         step.number
-        for step in pipeline(config.alignment)
+        for step in config.steps
         if state is not None
         and has_state(state, step.name, DONE)
-        and all(folders.is_complete_model(f) for f in run.model_folders(step, config.ema.enabled))
+        and all(
+            folders.is_complete_model(folder)
+            for folder in run.model_folders(step, config.ema.enabled, config.algorithm.has_critic)
+        )
     }
 
 
@@ -299,7 +302,8 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _check_disk(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
-    models = sum(len(step.model_folders(config.ema.enabled)) for step in steps)
+    ema, critic = config.ema.enabled, config.algorithm.has_critic
+    models = sum(len(step.model_folders(ema, critic)) for step in steps)
     needed = LEAST_FREE_BYTES + models * _weight_bytes(_model_folder(config.models.actor))
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -344,7 +348,7 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
     reward_key = "models.trained_reward" if models.trained_reward else "models.reward"
     reward = models.trained_reward or models.reward
     used: list[tuple[RoleName, str, str]] = [("actor", actor_key, actor)]
-    if config.alignment == "ppo" and steps & {"reward", "ppo"}:
+    if config.needs_reward_model and config.alignment == "ppo" and steps & {"reward", "ppo"}:
         used.append(
             ("critic", actor_key, actor) if reward == "sft" else ("critic", reward_key, reward)
         )
@@ -447,7 +451,7 @@ def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[
     for step in steps:
         from_sft = step.name != "reward" or config.models.reward == "sft"
         for needed in (BY_NAME[name] for name in step.needs if from_sft):
-            if needed.number not in available:
+            if needed.number not in available and needed in config.steps:
                 why = " (models.reward=sft)" if step.name == "reward" else ""
                 reasons.append(
                     f"step {step.number}{why} starts from the model of step {needed.number}, which "

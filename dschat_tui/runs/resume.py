@@ -150,7 +150,12 @@ def _is_done(run: RunFolder, step: Step) -> bool:
     config = resolve(read_yaml(run.config_file), str(run.config_file))
     if state is None or not has_state(state, step.name, DONE):
         return False
-    return all(map(is_complete_model, run.model_folders(step, config.ema.enabled)))
+    return all(
+        map(
+            is_complete_model,
+            run.model_folders(step, config.ema.enabled, config.algorithm.has_critic),
+        )
+    )
 
 
 def _check_changes(

@@ -215,7 +215,9 @@ class Supervisor:
         record["metrics"] = final_metrics(step.name, folder)
         missing = [
             path.name
-            for path in self.run_folder.model_folders(step, self.config.ema.enabled)
+            for path in self.run_folder.model_folders(
+                step, self.config.ema.enabled, self.config.algorithm.has_critic
+            )
             if not is_complete_model(path)
         ]
         if returncode == 0 and not missing:

@@ -369,7 +369,7 @@ def needed_steps(config: RunConfig, steps: Sequence[int]) -> tuple[int, ...]:
     """The steps before `steps` whose models these start from, and which are not given."""
     needed: set[int] = set()
     if 3 in steps:
-        needed = {1, 2}
+        needed = {step.number for step in config.steps} - {3}
     elif 2 in steps and (config.alignment == "dpo" or config.models.reward == "sft"):
         needed = {1}
     return tuple(

@@ -6,12 +6,12 @@ one function below; they are checked in the order in which they stand here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config.schema import RoleConfig, RunConfig, StepConfig
-from engine.config.steps import PIPELINES
+from engine.config.schema import PpoConfig, RoleConfig, RunConfig, StepConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ RULES: list[Rule] = []
 def check(config: RunConfig, facts: ModelFacts | None = None) -> list[Violation]:
     """All rules that `config` breaks, in the order of the table."""
     facts = facts or ModelFacts()
-    views = [config.for_step(step) for step in PIPELINES[config.alignment]]
+    views = [config.for_step(step.name) for step in config.steps]
     found = []
     for each in RULES:
         problem = next(filter(None, (each.check(view, facts) for view in views)), None)
@@ -117,8 +117,8 @@ def _ranks(config: RunConfig) -> int:
 
 def _steps(config: RunConfig) -> Iterator[tuple[str, StepConfig]]:
     """The options of the steps that the configuration leads through, by name."""
-    for name in PIPELINES[config.alignment]:
-        yield name, getattr(config, name)
+    for step in config.steps:
+        yield step.name, getattr(config, step.name)
 
 
 @rule("zero2-offload-hybrid-needs-lora", "training is unstable, as in the original")
@@ -297,21 +297,96 @@ def _batch_divides(config: RunConfig, facts: ModelFacts) -> Problem | None:
     "a rollout batch is cut into equal parts for ranks, generation and optimizer steps",
 )
 def _rollouts_divide(config: RunConfig, facts: ModelFacts) -> Problem | None:
-    ppo, ranks = config.ppo, _ranks(config)
+    ppo, ranks, answers = config.ppo, _ranks(config), config.algorithm.answers_per_prompt
     if config.alignment != "ppo":
         return None
     rows, batch = ranks * (ppo.generation_batch_size or 1), -(-ppo.batch_size // ranks) * ranks
+    whole = math.lcm(batch, ranks * answers)
     fix = {
         "ppo.generation_batch_size": "null",
-        "ppo.rollout_batch_size": max(1, ppo.rollout_batch_size // batch) * batch,
+        "ppo.rollout_batch_size": max(1, ppo.rollout_batch_size // whole) * whole,
         "ppo.batch_size": batch,
     }
     rollout = f"ppo.rollout_batch_size={ppo.rollout_batch_size}"
+    if ppo.rollout_batch_size % (ranks * answers):
+        prompts = f"{answers} answers to each prompt"
+        return Problem(f"{rollout} answers on {ranks} ranks, {prompts}", fix)
     if ppo.rollout_batch_size % rows:
         return Problem(f"{rollout} in parts of {rows}", fix)
     if ppo.rollout_batch_size % ppo.batch_size:
         return Problem(f"{rollout}, ppo.batch_size={ppo.batch_size}", fix)
     return None
+
+
+@rule(
+    "groups-need-answers",
+    "an answer is compared with the others to its prompt, so there must be others",
+)
+def _groups_of_one(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    algorithm = config.algorithm
+    if config.alignment != "ppo" or not algorithm.has_groups or algorithm.answers_per_prompt > 1:
+        return None
+    return Problem(
+        f"rlhf.answers_per_prompt=1 with rlhf.algorithm={config.rlhf.algorithm} "
+        f"(baseline {algorithm.baseline})",
+        {"rlhf.answers_per_prompt": 8},
+    )
+
+
+@rule("needs-groups", "only a baseline of group or leave_one_out compares the answers to a prompt")
+def _needs_groups(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    algorithm, rlhf = config.algorithm, config.rlhf
+    if config.alignment != "ppo" or algorithm.has_groups:
+        return None
+    baseline = f"with rlhf.algorithm={rlhf.algorithm} (baseline {algorithm.baseline})"
+    if algorithm.scale != "none":
+        return Problem(f"rlhf.scale={algorithm.scale} {baseline}", {"rlhf.scale": "none"})
+    if algorithm.resampling_tries:
+        tries = f"rlhf.resampling_tries={algorithm.resampling_tries}"
+        return Problem(f"{tries} {baseline}", {"rlhf.resampling_tries": 0})
+    if algorithm.ratio != "token":
+        return Problem(f"rlhf.ratio={algorithm.ratio} {baseline}", {"rlhf.ratio": "token"})
+    return None
+
+
+@rule("critic-options-need-a-critic", "this algorithm trains no critic, so they would do nothing")
+def _options_of_no_critic(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    if config.alignment != "ppo" or config.algorithm.has_critic:
+        return None
+    fields = PpoConfig.model_fields
+    for name in ("value_clip", "gae_lambda", "align_overflow"):
+        value = getattr(config.ppo, name)
+        if value != fields[name].default:
+            return Problem(
+                f"ppo.{name}={_text(value)} with rlhf.algorithm={config.rlhf.algorithm}",
+                {f"ppo.{name}": fields[name].default},
+            )
+    return None
+
+
+@rule("second-clip-beyond-the-first", "it bounds the ratio where the clipped loss does not")
+def _second_clip(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    algorithm, delta = config.algorithm, config.rlhf.clip_delta
+    if config.alignment != "ppo" or delta is None:
+        return None
+    if algorithm.surrogate == "clipped" and delta > 1 + algorithm.clip_high:
+        return None
+    return Problem(
+        f"rlhf.clip_delta={delta} with surrogate {algorithm.surrogate} and ratios up to "
+        f"{1 + algorithm.clip_high:g}",
+        {"rlhf.clip_delta": "null"},
+    )
+
+
+@rule("kl-target-needs-a-coefficient", "a target adapts the coefficient by factors, and 0 stays 0")
+def _target_without_coefficient(config: RunConfig, facts: ModelFacts) -> Problem | None:
+    if config.alignment != "ppo" or config.ppo.kl_target is None or config.algorithm.kl_coef:
+        return None
+    return Problem(
+        f"ppo.kl_target={config.ppo.kl_target} with rlhf.algorithm={config.rlhf.algorithm} and a "
+        "KL coefficient of 0",
+        {"ppo.kl_coef": 0.05},
+    )
 
 
 @rule("same-tokenizer", "the reward model must read the very tokens that the actor writes")

@@ -6,6 +6,7 @@ the documentation table. Defaults follow the scripts of DeepSpeed-Chat where the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,7 +21,19 @@ from pydantic import (
     model_validator,
 )
 
-from engine.config.steps import STEPS, StepName
+from engine.config.algorithms import (
+    PRESETS,
+    Aggregation,
+    Algorithm,
+    AlgorithmName,
+    Baseline,
+    KlEstimator,
+    KlPlace,
+    Ratio,
+    Scale,
+    Surrogate,
+)
+from engine.config.steps import STEPS, Step, StepName, pipeline
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -503,21 +516,106 @@ class DpoConfig(PretrainingStyleStep):
     weight_decay: NonNegativeFloat = option(0.1, "Weight decay", "Weight decay (AdamW)")
 
 
+_OF_ALGORITHM = "empty: as rlhf.algorithm has it"
+
+
+class RlhfConfig(Section):
+    """How step 3 learns: an algorithm, and what is to differ from it."""
+
+    algorithm: AlgorithmName = option(
+        "ppo",
+        "Algorithm",
+        "ppo has a critic; all others have none and mostly compare the answers to a prompt with "
+        "each other. docs/algorithms.md has a table of what each one is",
+    )
+    answers_per_prompt: PositiveInt | None = option(
+        None,
+        "Answers per prompt",
+        f"Answers sampled for each prompt, G; {_OF_ALGORITHM} (8 in groups, rloo 2, else 1). All "
+        "batch sizes of step 3 count answers",
+        "answers",
+    )
+    baseline: Baseline | None = option(
+        None,
+        "Baseline",
+        "What an answer's reward is compared with: the critic's value, the mean of its group, the "
+        f"mean of the others in it, or nothing; {_OF_ALGORITHM}",
+    )
+    scale: Scale | None = option(
+        None,
+        "Scale",
+        "What divides advantages: the standard deviation of the group's rewards or of the whole "
+        f"batch's, or nothing; {_OF_ALGORITHM}",
+    )
+    ratio: Ratio | None = option(
+        None,
+        "Ratio",
+        "Of the new policy to the one that answered: of each token, the geometric mean over an "
+        f"answer, or of the answer as a whole; {_OF_ALGORITHM}",
+    )
+    surrogate: Surrogate | None = option(
+        None,
+        "Surrogate",
+        "clipped: no gradient beyond the bounds of the ratio; cispo: the bounded ratio weighs the "
+        f"log-probability; {_OF_ALGORITHM}",
+    )
+    aggregation: Aggregation | None = option(
+        None,
+        "Mean of the loss",
+        "Over all tokens of the batch, over each answer's and then over answers, or a sum divided "
+        f"by answers and ppo.max_answer_length; {_OF_ALGORITHM}",
+    )
+    clip_high: PositiveFloat | None = option(
+        None,
+        "Upper clip",
+        "Largest rise of the ratio, where it is not ppo.clip; empty: as ppo.clip",
+    )
+    clip_delta: PositiveFloat | None = option(
+        None,
+        "Second upper clip",
+        "Largest ratio where the advantage is below 0, where nothing else bounds it; empty: none",
+    )
+    kl_in: KlPlace | None = option(
+        None, "Place of the KL", f"In the reward or in the loss; {_OF_ALGORITHM}"
+    )
+    kl_estimator: KlEstimator | None = option(
+        None, "KL estimator", f"Of the KL that is learnt from (Schulman 2020); {_OF_ALGORITHM}"
+    )
+    mask_truncated: bool = option(
+        False,
+        "Mask truncated answers",
+        "Learn nothing from answers that ppo.max_answer_length cut off",
+    )
+    resampling_tries: NonNegativeInt | None = option(
+        None,
+        "Resampling",
+        "How often groups whose rewards are all equal are replaced by those of other prompts "
+        f"(dynamic sampling); {_OF_ALGORITHM} (dapo 10, else 0)",
+        "tries",
+    )
+    overlong_buffer: Share | None = option(
+        None,
+        "Overlong buffer",
+        "Share of ppo.max_answer_length, at its end, over which the reward of an answer falls by "
+        f"1; {_OF_ALGORITHM} (dapo 0.2, else 0)",
+    )
+
+
 class PpoConfig(StepConfig):
-    """Step 3, PPO on the reward model's score."""
+    """Step 3, learning from rewards; sizes count answers."""
 
     rollout_batch_size: PositiveInt = option(
         32,
         "Rollout batch",
-        "Prompts answered in one generation step over all devices",
-        "prompts",
+        "Answers of one generation step over all devices: prompts times rlhf.answers_per_prompt",
+        "answers",
         group="speed",
     )
     generation_batch_size: PositiveInt | None = option(
         None,
         "Generation batch",
-        "Prompts a device generates at once; empty: rollout batch / devices",
-        "prompts a device",
+        "Answers a device generates at once; empty: rollout batch / devices",
+        "answers per device",
         group="memory",
         fixed_by=(),
     )
@@ -535,8 +633,11 @@ class PpoConfig(StepConfig):
         256, "Answer length", "Most tokens generated for an answer", "tokens", group="data"
     )
     temperature: PositiveFloat = option(1.0, "Temperature", "Of sampling and of all log-probs")
-    kl_coef: NonNegativeFloat = option(
-        0.1, "KL coefficient", "Weight of the KL to the reference in the reward", group="stability"
+    kl_coef: NonNegativeFloat | None = option(
+        None,
+        "KL coefficient",
+        f"Weight of the KL to the reference; {_OF_ALGORITHM} (ppo 0.1)",
+        group="stability",
     )
     kl_target: PositiveFloat | None = option(
         None,
@@ -548,18 +649,22 @@ class PpoConfig(StepConfig):
     kl_horizon: PositiveInt = option(
         10_000, "KL horizon", "Sequences over which the KL coefficient adapts", "sequences"
     )
-    clip: PositiveFloat = option(
-        0.2, "Policy clip", "Largest change of the probability ratio", group="stability"
+    clip: PositiveFloat | None = option(
+        None,
+        "Policy clip",
+        f"Largest change of the probability ratio; {_OF_ALGORITHM} (ppo 0.2)",
+        group="stability",
     )
     value_clip: PositiveFloat = option(
         0.2, "Value clip", "Largest change of a value an update", group="stability"
     )
     gamma: Share = option(1.0, "Discount", "Discount of later rewards")
     gae_lambda: Share = option(0.95, "GAE lambda", "Bias against variance of the advantages")
-    whiten_advantages: bool = option(
-        True,
+    whiten_advantages: bool | None = option(
+        None,
         "Whiten advantages",
-        "Mean 0 and deviation 1 over all tokens of a rollout batch",
+        "Mean 0 and standard deviation 1 over all tokens of a rollout batch; "
+        f"{_OF_ALGORITHM} (ppo: yes)",
         group="stability",
     )
     reward_clip: PositiveFloat = option(
@@ -718,7 +823,14 @@ class RunConfig(Section):
         DpoConfig, "Step 2: DPO", "Direct preference optimisation", fixed_by=("dpo",)
     )
     ppo: PpoConfig = section(
-        PpoConfig, "Step 3: PPO", "Reinforcement learning on the reward", fixed_by=("ppo",)
+        PpoConfig, "Step 3", "Reinforcement learning on the reward", fixed_by=("ppo",)
+    )
+    rlhf: RlhfConfig = section(
+        RlhfConfig,
+        "Step 3: algorithm",
+        "How step 3 learns",
+        group="stability",
+        fixed_by=("ppo",),
     )
     gates: GatesConfig = section(
         GatesConfig,
@@ -748,6 +860,39 @@ class RunConfig(Section):
                 key = ".".join([step, "overrides", *map(str, first["loc"])])
                 raise ValueError(f"{key} = {first['input']!r}: {first['msg']}") from error
         return self
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """How step 3 learns: the preset of `rlhf.algorithm` with what is set beside it."""
+        rlhf, ppo = self.rlhf, self.ppo
+        chosen = {
+            "answers_per_prompt": rlhf.answers_per_prompt,
+            "baseline": rlhf.baseline,
+            "scale": rlhf.scale,
+            "whiten": ppo.whiten_advantages,
+            "ratio": rlhf.ratio,
+            "surrogate": rlhf.surrogate,
+            "clip_low": ppo.clip,
+            "clip_high": ppo.clip if rlhf.clip_high is None else rlhf.clip_high,
+            "aggregation": rlhf.aggregation,
+            "kl_coef": ppo.kl_coef,
+            "kl_in": rlhf.kl_in,
+            "kl_estimator": rlhf.kl_estimator,
+            "resampling_tries": rlhf.resampling_tries,
+            "overlong_buffer": rlhf.overlong_buffer,
+        }
+        values: dict[str, Any] = {name: x for name, x in chosen.items() if x is not None}
+        return replace(PRESETS[rlhf.algorithm], **values)
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether step 3 begins with a trained reward model."""
+        return True
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that this run leads through."""
+        return pipeline(self.alignment, self.needs_reward_model)
 
     def for_step(self, step: StepName) -> RunConfig:
         """The configuration that one step runs under: this one with the step's overrides."""

@@ -53,9 +53,15 @@ class Step:
         """What the model in one of its folders is called: sft, reward, actor, actor_ema ..."""
         return self.name if folder == "model" else folder
 
-    def model_folders(self, ema: bool) -> tuple[str, ...]:
-        """The model folders that it must leave, complete, to be done."""
-        return (*self.models, "actor_ema") if ema and self.averages_actor else self.models
+    def model_folders(self, ema: bool, critic: bool = True) -> tuple[str, ...]:
+        """The model folders that it must leave, complete, to be done.
+
+        Args:
+            ema: the actor's average is kept.
+            critic: step 3 trains one.
+        """
+        models = tuple(name for name in self.models if critic or name != "critic")
+        return (*models, "actor_ema") if ema and self.averages_actor else models
 
 
 STEPS = (
@@ -131,6 +137,7 @@ PIPELINES: dict[str, tuple[StepName, ...]] = {
 }
 
 
-def pipeline(alignment: str) -> tuple[Step, ...]:
-    """The steps that an `alignment` leads through."""
-    return tuple(BY_NAME[name] for name in PIPELINES[alignment])
+def pipeline(alignment: str, reward_model: bool = True) -> tuple[Step, ...]:
+    """The steps that an `alignment` leads through; without step 2 where it trains none."""
+    names = PIPELINES[alignment]
+    return tuple(BY_NAME[name] for name in names if reward_model or name != "reward")

@@ -249,14 +249,14 @@ class PPOStep:
     empty_answers: int
     reward_ema: float
     kl_coef: float
-    actor_loss: float
+    actor_loss: float | None
     critic_loss: float | None = None
     unsupervised_loss: float | None
-    approx_kl: float
-    clip_fraction: float
+    approx_kl: float | None
+    clip_fraction: float | None
     value_clip_fraction: float | None = None
-    first_ratio_mean: float
-    ratio_mean: float
+    first_ratio_mean: float | None
+    ratio_mean: float | None
     ratio_max: float
     actor_gradient_norm: float
     critic_gradient_norm: float | None = None

@@ -17,7 +17,7 @@ from engine.log.foreign import (
     torn_parts,
     without_stamps,
 )
-from engine.log.write import SEPARATOR
+from engine.log.write import METRIC_NAME, SEPARATOR
 
 
 def _number(name: str) -> str:
@@ -454,7 +454,7 @@ class LogReader:
         record: Record = {"kind": "metrics"}
         words = line[len("Metrics => ") :].replace(": ", ", ").split(", ")
         names, texts = words[::2], words[1::2]
-        if len(names) != len(texts) or not all(map(str.isidentifier, names)):
+        if len(names) != len(texts) or not all(map(METRIC_NAME.fullmatch, names)):
             return None
         values = [
             int(text) if text.isdigit() else None if text == "NA" else float(text) for text in texts

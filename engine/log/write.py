@@ -20,6 +20,7 @@ _SECONDS_BETWEEN_LOOKS = 5.0
 
 
 SEPARATOR = "-" * 85
+METRIC_NAME = re.compile(r"[a-z_][a-z0-9_]*(/[A-Za-z0-9_.-]+)*")
 
 
 def write_line(stream: TextIO, line: str) -> None:
@@ -182,7 +183,7 @@ def answers_printed(step: int, rank: int, answers: Sequence[str]) -> str:
 
 
 def metrics(step: int, values: Mapping[str, float | None]) -> str:
-    """Any quantities of a step, by their names in metrics.jsonl (lower case, underscores).
+    """Any quantities of a step, by their names in metrics.jsonl, such as `rewards/correct/mean`.
 
     Six digits are enough for a log; metrics.jsonl has them all.
 
@@ -190,9 +191,10 @@ def metrics(step: int, values: Mapping[str, float | None]) -> str:
         ValueError: a name that would not be read back.
     """
     for name in values:
-        if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in ("kind", "step", "offset"):
+        if not METRIC_NAME.fullmatch(name) or name in ("kind", "step", "offset"):
             raise ValueError(
-                f"metric {name!r}: use lower case and underscores, not kind, step or offset"
+                f"metric {name!r}: use lower case and underscores, not kind, step or offset; "
+                "after a / also capitals, dots and hyphens"
             )
     pairs = [f"step: {step}", *(f"{name}: {six_digits(x)}" for name, x in values.items())]
     return f"Metrics => {', '.join(pairs)}"

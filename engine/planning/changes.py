@@ -10,7 +10,6 @@ from typing import Any, Literal
 from engine.config.loading import drop_override
 from engine.config.rules import check
 from engine.config.schema import RunConfig
-from engine.config.steps import PIPELINES
 from engine.planning.memory import Device, Plan, plan_memory
 from engine.planning.shapes import ModelShape
 
@@ -80,7 +79,7 @@ def smallest_change(
 
 def _candidates(config: RunConfig, ranks: int) -> Iterator[Assignments]:
     """Single changes, from the cheapest to the dearest."""
-    steps = PIPELINES[config.alignment]
+    steps = [step.name for step in config.steps]
     for step in steps:
         options = getattr(config, step)
         rows = options.micro_batch_size or options.batch_size // ranks
@@ -90,11 +89,11 @@ def _candidates(config: RunConfig, ranks: int) -> Iterator[Assignments]:
         prompts = config.ppo.generation_batch_size or config.ppo.rollout_batch_size // ranks
         for smaller in _halves(prompts):
             yield {"ppo.generation_batch_size": smaller}
-    for step in steps[:2]:
+    for step in (name for name in steps if name != "ppo"):
         for smaller in _halves(getattr(config, step).eval_batch_size):
             yield {f"{step}.eval_batch_size": smaller}
     roles = [("actor", config.actor), ("critic", config.critic)]
-    if "ppo" not in steps:
+    if not {"reward", "ppo"} & set(steps):
         roles = roles[:1]
     for name, role in roles:
         if not role.gradient_checkpointing:

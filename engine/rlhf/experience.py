@@ -24,8 +24,11 @@ class Experience:
         log_probs: of the actor that answered, `(batch, answer)`.
         ref_log_probs: of the reference, `(batch, answer)`.
         entropies: of the actor that answered, in nats, `(batch, answer)`.
-        scores: of the reward model, as it gave them, `(batch,)`.
         ended: bool, the answer has an EOS, `(batch,)`.
+        scores: of the reward model, as it gave them, `(batch,)`; None without one.
+        function_rewards: of each reward function, `(batch, functions)`, NaN where one cannot say;
+            None without functions.
+        learnt: bool, the answer is learnt from, `(batch,)`; None: all are.
         values: of the critic before the update, `(batch, answer)`; None without a critic.
         advantages: what the update moves towards, `(batch, answer)`; None until known.
         returns: what the critic learns, `(batch, answer)`; None until known, or without a critic.
@@ -37,8 +40,10 @@ class Experience:
     log_probs: Tensor
     ref_log_probs: Tensor
     entropies: Tensor
-    scores: Tensor
     ended: Tensor
+    scores: Tensor | None = None
+    function_rewards: Tensor | None = None
+    learnt: Tensor | None = None
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -52,6 +57,11 @@ class Experience:
         return self.ids[:, -self.mask.shape[1] :]
 
     @property
+    def loss_mask(self) -> Tensor:
+        """`mask` without the answers that are not learnt from."""
+        return self.mask if self.learnt is None else self.mask & self.learnt.unsqueeze(1)
+
+    @property
     def kl(self) -> Tensor:
         """KL from the reference, estimator k1 summed over each answer, `(batch,)`."""
         return (k1(self.log_probs, self.ref_log_probs) * self.mask).sum(dim=1)
@@ -62,6 +72,14 @@ class Experience:
         answers = self.mask.sum(dim=1)
         prompts = self.attention_mask.sum(dim=1) - answers
         return list(zip(prompts.tolist(), answers.tolist(), strict=True))
+
+    @cached_property
+    def learnt_lengths(self) -> list[int]:
+        """Tokens of each row that the policy learns from, read once like `lengths`."""
+        if self.learnt is None:
+            return [answer for _, answer in self.lengths]
+        learnt = self.learnt.tolist()
+        return [answer * kept for (_, answer), kept in zip(self.lengths, learnt, strict=True)]
 
     def rows(self, index: Sequence[int]) -> Experience:
         """Some rows, without columns that are padding in all of them."""
@@ -78,7 +96,7 @@ class Experience:
         for name, value in chosen.items():
             if name in ("ids", "attention_mask"):
                 chosen[name] = value[:, start:stop]
-            elif value.dim() == 2:
+            elif name != "function_rewards" and value.dim() == 2:
                 chosen[name] = value[:, :kept_answer]
         return Experience(**chosen)
 
@@ -104,7 +122,7 @@ def _pad(part: Experience, prompt: int, answer: int, pad_id: int) -> Experience:
     changes: dict[str, Tensor] = {}
     for field in fields(part):
         value = getattr(part, field.name)
-        if value is None or value.dim() == 1:
+        if value is None or value.dim() == 1 or field.name == "function_rewards":
             continue
         sides = (left, right) if field.name in ("ids", "attention_mask") else (0, right)
         filler = pad_id if field.name == "ids" else 0

@@ -30,16 +30,16 @@ from engine.trainers.setup import (
 
 
 class RLHFEngine:
-    """Holds the four engines of step 3 and computes with them.
+    """Holds the engines of step 3 and computes with them.
 
     All per-token results are `(batch, answer)`: entry t belongs to the answer's token t, its
     log-probability and value to the state before it.
 
     Attributes:
-        actor: trained by PPO, from the SFT model.
+        actor: trained, from the SFT model.
         ref: frozen, where the actor started; None where it is the actor without its adapters.
         critic: trained to predict returns, from the reward model; None where none is needed.
-        reward: frozen, the reward model.
+        reward: frozen, the reward model; None where all rewards are functions.
         actor_ema: average of the actor's weights, or None.
     """
 
@@ -49,6 +49,7 @@ class RLHFEngine:
         tokenizer: PreTrainedTokenizerBase,
         optimizer_steps: int,
         has_critic: bool = True,
+        has_reward: bool = True,
     ) -> None:
         self.context = context
         config, options = context.config, context.config.ppo
@@ -81,9 +82,12 @@ class RLHFEngine:
         self.critic = None if critic is None else critic.engine
         self.critic_shape = None if critic is None else critic.shape
         self.critic_parameters = None if critic is None else critic.parameters
-        context.report.phase("loading the reward model")
-        self.reward = self._load_reward()
-        self.reward_shape = ModelShape.if_known(self.reward.module.config.to_dict())
+        self.reward = self._load_reward() if has_reward else None
+        self.reward_shape = (
+            None
+            if self.reward is None
+            else ModelShape.if_known(self.reward.module.config.to_dict())
+        )
         self.actor_ema = (
             ActorAverage(self.actor, config.ema.decay, on_host=config.actor.offload)
             if config.ema.enabled
@@ -106,6 +110,7 @@ class RLHFEngine:
         )
 
     def _load_reward(self) -> DeepSpeedEngine:
+        self.context.report.phase("loading the reward model")
         config = self.context.config
         offload = config.ref.offload_reward
         engine_config = frozen_config(self.context, config.critic, offload, self.plan)
@@ -145,6 +150,7 @@ class RLHFEngine:
     @torch.no_grad()
     def scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The reward model's score of each row at its last token, `(batch,)`."""
+        assert self.reward is not None
         return gather_last(self.reward(input_ids=ids, attention_mask=mask), mask)
 
     @contextmanager

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engine.algorithms.advantages import group_means
+from engine.algorithms.averages import mean
+from engine.algorithms.masks import masked_std
 from engine.algorithms.policy import explained_variance
-from engine.distributed import sum_over_ranks, world_size
+from engine.distributed import max_over_ranks, sum_over_ranks, world_size
 from engine.log.entries import PPOSpeed
 from engine.planning.flops import forward_flops, weight_bytes_read_per_token
 from engine.rlhf.experience import Experience
@@ -45,26 +48,28 @@ class AnswerMetrics(TypedDict):
     empty_answers: int
 
 
-def answer_metrics(experience: Experience, rewards: Tensor, reward_clip: float) -> AnswerMetrics:
+def answer_metrics(experience: Experience, rewards: Tensor, at_bound: Tensor) -> AnswerMetrics:
     """What a step's answers were like, over all ranks; a collective of all ranks.
 
     Args:
         experience: with its returns, where there is a critic.
-        rewards: of the answers, `(batch,)`.
-        reward_clip: the bound of the rewards on both sides.
+        rewards: of the answers, `(batch,)`; NaN where one has none.
+        at_bound: whose score is at its bound, bool `(batch,)`.
     """
     lengths, ended = experience.mask.sum(dim=1), experience.ended
     count = len(experience) * world_size()
-    tokens, ended_count, empty, kl, entropies, at_bound = sum_over_ranks(
+    tokens, ended_count, empty, kl, entropies, clipped = sum_over_ranks(
         lengths.sum(),
         ended.sum(),
         ((lengths == 1) & ended).sum(),
         experience.kl.sum(),
         (experience.entropies * experience.mask).sum(),
-        (rewards.abs() >= reward_clip).sum(),
+        at_bound.sum(),
     )
     reward, _ = moments(rewards)
-    score_mean, score_variance = moments(experience.scores)
+    score_mean, score_variance = moments(
+        rewards if experience.scores is None else experience.scores
+    )
     explained = None
     if experience.values is not None and experience.returns is not None:
         explained = float(
@@ -74,7 +79,7 @@ def answer_metrics(experience: Experience, rewards: Tensor, reward_clip: float) 
         "reward": float(reward),
         "score_mean": float(score_mean),
         "score_std": math.sqrt(score_variance),
-        "reward_at_clip_share": at_bound / count,
+        "reward_at_clip_share": clipped / count,
         "kl": kl / count,
         "entropy": entropies / tokens,
         "explained_variance": explained,
@@ -82,6 +87,38 @@ def answer_metrics(experience: Experience, rewards: Tensor, reward_clip: float) 
         "eos_share": ended_count / count,
         "empty_answers": int(empty),
     }
+
+
+def group_metrics(experience: Experience, rewards: Tensor, size: int) -> dict[str, float | None]:
+    """What a step's answers and rewards were like, by TRL's names; a collective of all ranks.
+
+    Args:
+        experience: of this rank.
+        rewards: of the answers, `(batch,)`; NaN where one has none.
+        size: answers of a group.
+    """
+    lengths, ended = experience.mask.sum(dim=1).float(), experience.ended
+    groups, flat, count, tokens, ended_count, ended_tokens = sum_over_ranks(
+        len(rewards) // size,
+        (group_means(rewards.double(), size)[1] == 0).sum(),
+        len(rewards),
+        lengths.sum(),
+        ended.sum(),
+        (lengths * ended).sum(),
+    )
+    found: dict[str, float | None] = {"reward_std": _finite(masked_std(rewards, ~rewards.isnan()))}
+    if size > 1:
+        found["frac_reward_zero_std"] = flat / groups
+    found["completions/mean_length"] = tokens / count
+    found["completions/min_length"] = -max_over_ranks(-lengths.min())
+    found["completions/max_length"] = max_over_ranks(lengths.max())
+    found["completions/clipped_ratio"] = 1.0 - ended_count / count
+    found["completions/mean_terminated_length"] = mean(ended_tokens, ended_count)
+    return found
+
+
+def _finite(value: Tensor) -> float | None:
+    return None if value.isnan() else float(value)
 
 
 def step_speed(
@@ -97,8 +134,12 @@ def step_speed(
     width = experience.mask.shape[1]
     # Actor and reference, critic and reward model read each answer once.
     scoring = 2 * forward_flops(engine.actor_shape, rows, length, logits_tokens=width)
-    models = 1 if engine.critic is None else 2
-    scoring += models * forward_flops(engine.reward_shape, rows, length, head="score")
+    for model, shape in (
+        (engine.critic, engine.critic_shape),
+        (engine.reward, engine.reward_shape),
+    ):
+        if model is not None:
+            scoring += forward_flops(shape, rows, length, head="score")
     element = torch.finfo(dtype).bits // 8
     moved = weight_bytes_read_per_token(engine.actor_shape, element) * cost.passes
     critic_parameters = engine.critic_parameters
@@ -129,16 +170,29 @@ def decoded(
 
 
 def rollout_records(
-    step: int, experience: Experience, rewards: Tensor, prompts: list[str], answers: list[str]
+    step: int,
+    experience: Experience,
+    rewards: Tensor,
+    prompts: list[str],
+    answers: list[str],
+    group_size: int,
 ) -> Iterator[Mapping[str, Any]]:
-    """A record of rollouts.jsonl for each answer."""
+    """A record of rollouts.jsonl for each answer; those to a prompt follow each other."""
+    scores = rewards if experience.scores is None else experience.scores
     columns = {
-        "reward": rewards.tolist(),
-        "score": experience.scores.tolist(),
+        "reward": _known(rewards),
+        "score": _known(scores),
         "kl": experience.kl.tolist(),
         "length": [answer for _, answer in experience.lengths],
         "ended": experience.ended.tolist(),
     }
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         figures = {name: values[row] for name, values in columns.items()}
+        if group_size > 1:
+            figures["group"] = row // group_size
         yield {"step": step, "prompt": prompt, "answer": answer, **figures}
+
+
+def _known(values: Tensor) -> list[float | None]:
+    """The numbers; None, which JSON has, for NaN, which it does not have."""
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -33,6 +33,11 @@ class GenerationCost:
     flops: float
     passes: int
 
+    def __add__(self, other: GenerationCost) -> GenerationCost:
+        return GenerationCost(
+            self.seconds + other.seconds, self.flops + other.flops, self.passes + other.passes
+        )
+
 
 class Rollouts:
     """Samples answers, with the actor laid out for generation where the hybrid engine is on.

@@ -1,11 +1,11 @@
-"""Step 3: PPO on the reward model's score (InstructGPT, section 3.5; PPO, arXiv 1707.06347)."""
+"""Step 3: learning from rewards, by PPO (InstructGPT, section 3.5) or without a critic."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from engine.algorithms.policy import Objective, ValueLoss, policy_loss, value_lo
 from engine.config.schema import RoleConfig
 from engine.config.steps import RoleName
 from engine.data.batches import GlobalBatches, PromptCollator, row_lengths
-from engine.distributed import device, rank, sum_over_ranks, world_size
+from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.generation.sampling import Generation
 from engine.log import write
 from engine.log.entries import PPOStep
@@ -26,18 +26,20 @@ from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
 from engine.report import append
-from engine.rlhf.advantages import gae
+from engine.rlhf import advantages
 from engine.rlhf.experience import Experience
+from engine.rlhf.groups import has_spread, with_replacements
 from engine.rlhf.mixture import Mixture
 from engine.rlhf.models import RLHFEngine
 from engine.rlhf.report import (
     StepTimes,
     answer_metrics,
     decoded,
+    group_metrics,
     rollout_records,
     step_speed,
 )
-from engine.rlhf.rewards import RewardShaping
+from engine.rlhf.rewards import Rewards
 from engine.rlhf.rollouts import GenerationCost, Prompts, Rollouts, rank_seed, with_answers
 from engine.rlhf.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.context import StepContext, length_of_training
@@ -56,20 +58,22 @@ class Minibatch:
 
     Attributes:
         micro_batches: rows of this rank's experience.
-        tokens: of the answers on all ranks together.
+        tokens: that are learnt from, of all ranks.
+        answers: that are learnt from, of all ranks.
     """
 
     micro_batches: list[list[int]]
     tokens: float
+    answers: float
 
 
 class PPOTrainer:
-    """Generates answers, scores them, and moves actor and critic by clipped updates."""
+    """Generates answers, scores them, and moves the actor, and the critic if there is one."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
         config, self.options = context.config, context.config.ppo
-        options = self.options
+        options, self.algorithm = self.options, config.algorithm
 
         # 1. The tokenizer and the prompts.
         self.tokenizer = context.load_tokenizer(context.sft_model())
@@ -77,33 +81,58 @@ class PPOTrainer:
         self.collate = PromptCollator(self.tokenizer.pad_token_id)
         lengths = row_lengths(self.data.train, "prompt_ids")
         rollout = options.rollout_batch_size
-        self.batches = GlobalBatches(lengths, rollout, config.seed)
-        self.total_steps = length_of_training(options, self.batches, rollout)
+        prompts = rollout // self.algorithm.answers_per_prompt
+        self.batches = GlobalBatches(lengths, prompts, config.seed)
+        self.total_steps = length_of_training(options, self.batches, prompts)
         context.warn_of_warmup(self.total_steps)
         self.optimizer_steps = self.total_steps * options.updates_per_step
 
         # 2. The models, what answers with them, and the text beside the answers.
-        self.engine = RLHFEngine(context, self.tokenizer, self.optimizer_steps)
+        self.engine = RLHFEngine(
+            context,
+            self.tokenizer,
+            self.optimizer_steps,
+            has_critic=self.algorithm.has_critic,
+        )
         self.rollouts = Rollouts(context, self.engine, self.tokenizer)
         self.shuffler = torch.Generator().manual_seed(rank_seed(config.seed))
+        # Of prompts that take the place of others, in groups without spread.
+        self.spare_prompts = torch.Generator().manual_seed(rank_seed(config.seed) + 1)
         has_text = bool(config.data.unsupervised_sources)
         self.mixture = Mixture(context, self.engine, self.tokenizer) if has_text else None
 
         # 3. What adapts while training.
-        self.rewards = RewardShaping(options)
+        self.rewards = Rewards(config)
         self.kl_controller = (
-            AdaptiveKLController(options.kl_coef, options.kl_target, options.kl_horizon)
+            AdaptiveKLController(self.algorithm.kl_coef, options.kl_target, options.kl_horizon)
             if options.kl_target
             else None
         )
         self.reward_ema: float | None = None
+        self.tokens_seen = 0.0
         self.checkpoints = context.checkpoints(self.engine.trained)
         self.watchdog = Watchdog(context.report, self.engine.trained)
 
     @property
     def kl_coef(self) -> float:
-        """The current weight of the KL in the reward."""
-        return self.kl_controller.value if self.kl_controller else self.options.kl_coef
+        """The current weight of the KL to the reference."""
+        return self.kl_controller.value if self.kl_controller else self.algorithm.kl_coef
+
+    @property
+    def objective(self) -> Objective:
+        """What the loss of the actor is."""
+        algorithm = self.algorithm
+        return Objective(
+            ratio=algorithm.ratio,
+            surrogate=algorithm.surrogate,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            clip_delta=self.context.config.rlhf.clip_delta,
+            aggregation=algorithm.aggregation,
+            longest_answer=self.options.max_answer_length,
+            kl_coef=self.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            kl_estimator=algorithm.kl_estimator,
+        )
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the engines, of this rank."""
@@ -111,7 +140,9 @@ class PPOTrainer:
             "sampler": self.rollouts.sampler.get_state(),
             "shuffler": self.shuffler.get_state(),
             "texts_read": self.mixture.texts_read if self.mixture else 0,
+            "spare_prompts": self.spare_prompts.get_state(),
             "reward_ema": self.reward_ema,
+            "tokens_seen": self.tokens_seen,
             "normalization": self.rewards.normalization,
             "kl_controller": self.kl_controller.state_dict() if self.kl_controller else None,
             "actor_ema": self.engine.actor_ema.shards if self.engine.actor_ema else None,
@@ -123,6 +154,10 @@ class PPOTrainer:
         self.shuffler.set_state(state["shuffler"])
         if self.mixture:
             self.mixture.texts_read = state["texts_read"]
+        # Checkpoints of before 0.2 have neither.
+        if "spare_prompts" in state:
+            self.spare_prompts.set_state(state["spare_prompts"])
+        self.tokens_seen = state.get("tokens_seen", 0.0)
         self.reward_ema = state["reward_ema"]
         self.rewards.normalization = state["normalization"]
         if self.kl_controller and state["kl_controller"]:
@@ -140,7 +175,7 @@ class PPOTrainer:
         resumed = self.checkpoints.resume()
         if resumed:
             self.load_state(resumed)
-        elif self.options.normalize_reward:
+        elif self.options.normalize_reward and self.engine.reward is not None:
             self.measure_scores()
         report.line(write.running_training(self.optimizer_steps))
         first = resumed["step"] if resumed else 0
@@ -163,6 +198,7 @@ class PPOTrainer:
 
         # 1. Answers and their scores.
         experience, cost = self.generate_experience(self.prompt_batches(rows))
+        experience, cost, resampled = self.with_spread(experience, cost)
 
         # 2. What the update moves towards.
         experience = self.add_targets(experience)
@@ -173,21 +209,59 @@ class PPOTrainer:
         for minibatch in self.minibatches(experience):
             self.update(experience, minibatch, stats)
         # Reads the device, so that all its work is in the time.
-        updates = stats.over_ranks()
+        updates = stats.over_ranks(self.objective)
         now = time.perf_counter()
 
         # 4. The report.
         times = StepTimes(now - started, cost.seconds, now - train_started)
-        self.report(step, epoch, experience, updates, times, cost)
+        self.report(step, epoch, experience, updates, times, cost, resampled)
 
-    def prompt_batches(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """This rank's prompts of a global batch, left padded, a generation batch at a time."""
-        size = self.options.generation_batch_size or len(rows) // world_size()
+    def prompt_batches(self, rows: Sequence[int]) -> list[Prompts]:
+        """This rank's prompts of a global batch, each as often as it is to be answered."""
+        (own,) = self.batches.local_micro_batches(rows, rank(), world_size())
+        return self.repeated_prompts(own)
+
+    def repeated_prompts(self, rows: Sequence[int]) -> list[Prompts]:
+        """Prompts, each as often as it is to be answered, left padded, in generation batches.
+
+        A whole group is one rank's, next to each other, also where generation batches cut it.
+        """
+        answers = self.algorithm.answers_per_prompt
+        repeated = [row for row in rows for _ in range(answers)]
+        size = self.options.generation_batch_size or len(repeated)
         batches = []
-        for cut in self.batches.local_micro_batches(rows, rank(), world_size(), size):
-            batch = self.collate([self.data.train[row] for row in cut])
+        for start in range(0, len(repeated), size):
+            cut = [self.data.train[row] for row in repeated[start : start + size]]
+            batch = self.collate(cut)
             batches.append((batch["input_ids"].to(device()), batch["attention_mask"].to(device())))
         return batches
+
+    def with_spread(
+        self, experience: Experience, cost: GenerationCost
+    ) -> tuple[Experience, GenerationCost, int]:
+        """Replace groups whose rewards are all equal, which teach nothing (DAPO, section 3.2).
+
+        Other prompts are drawn for them, at most so many times as `rlhf.resampling_tries` says. A
+        collective of all ranks, which draw as many prompts as the one that needs most.
+
+        Returns:
+            the experience, what generation took in all, and how many groups this rank replaced.
+        """
+        size, total = self.algorithm.answers_per_prompt, 0
+        for _ in range(self.algorithm.resampling_tries):
+            is_good = has_spread(self.rewards(experience), size)
+            wanted = int(max_over_ranks((~is_good).sum()))
+            if not wanted:
+                break
+            drawn = torch.randint(len(self.data.train), (wanted,), generator=self.spare_prompts)
+            fresh, more = self.generate_experience(self.repeated_prompts(drawn.tolist()))
+            is_fresh_good = has_spread(self.rewards(fresh), size)
+            experience, replaced = with_replacements(
+                experience, is_good, fresh, is_fresh_good, self.tokenizer.pad_token_id
+            )
+            cost = cost + more
+            total += len(replaced)
+        return experience, cost, total
 
     def generate_experience(self, batches: Sequence[Prompts]) -> tuple[Experience, GenerationCost]:
         """Answer prompts and compute what PPO needs to know of the answers.
@@ -221,7 +295,7 @@ class PPOTrainer:
             ref_log_probs=engine.ref_log_probs(ids, full_mask, answers),
             values=None if engine.critic is None else engine.values(ids, full_mask, width),
             entropies=entropy(logits, temperature),
-            scores=engine.scores(ids, full_mask),
+            scores=None if engine.reward is None else engine.scores(ids, full_mask),
             ended=ended_with_eos(answers, self.rollouts.sampling.eos_ids),
         )
 
@@ -241,8 +315,12 @@ class PPOTrainer:
 
     def add_targets(self, experience: Experience) -> Experience:
         """The experience with what the updates move towards; a collective of all ranks."""
-        rewards = self.rewards(experience.scores, experience.ended)
-        return gae.add_targets(experience, rewards, self.kl_coef, self.options)
+        if self.context.config.rlhf.mask_truncated:
+            experience = replace(experience, learnt=experience.ended)
+        kl_coef = self.kl_coef if self.algorithm.kl_in == "reward" else 0.0
+        return advantages.add_targets(
+            experience, self.rewards(experience), kl_coef, self.options, self.algorithm
+        )
 
     def minibatches(self, experience: Experience) -> Iterator[Minibatch]:
         """What each optimizer step learns from, over all inner epochs; a collective of all ranks.
@@ -256,39 +334,58 @@ class PPOTrainer:
         for _ in range(self.options.inner_epochs):
             order = torch.randperm(len(experience), generator=self.shuffler).tolist()
             minibatches += [order[start : start + size] for start in range(0, len(order), size)]
-        lengths = experience.lengths
-        tokens = sum_over_ranks(*(sum(lengths[row][1] for row in rows) for rows in minibatches))
-        for rows, total in zip(minibatches, tokens, strict=True):
+        lengths, learnt = experience.lengths, experience.learnt_lengths
+        totals = sum_over_ranks(
+            *(sum(learnt[row] for row in rows) for rows in minibatches),
+            *(sum(learnt[row] > 0 for row in rows) for rows in minibatches),
+        )
+        for index, rows in enumerate(minibatches):
             ordered = sorted(rows, key=lambda row: -sum(lengths[row]))
-            yield Minibatch([ordered[at : at + micro] for at in range(0, size, micro)], total)
+            micro_batches = [ordered[at : at + micro] for at in range(0, size, micro)]
+            yield Minibatch(micro_batches, totals[index], totals[len(minibatches) + index])
 
     def update(self, experience: Experience, minibatch: Minibatch, stats: UpdateStats) -> None:
-        """One optimizer step of actor and critic on a minibatch, cut into micro batches."""
+        """One optimizer step of actor and critic on a minibatch, cut into micro batches.
+
+        None where all its answers were cut off and are masked.
+        """
+        if not minibatch.tokens:
+            self.context.report.warning(
+                "no answer of this update is learnt from, as all were cut off at "
+                "ppo.max_answer_length: the update is left out"
+            )
+            return
         for rows in minibatch.micro_batches:
-            self.train_rlhf(experience.rows(rows), minibatch.tokens, stats)
+            self.train_rlhf(experience.rows(rows), minibatch.tokens, stats, minibatch.answers)
         if self.engine.actor_ema and self.engine.actor.was_step_applied():
             self.engine.actor_ema.update()
 
-    def train_rlhf(self, batch: Experience, tokens: float, stats: UpdateStats) -> None:
+    def train_rlhf(
+        self, batch: Experience, tokens: float, stats: UpdateStats, answers: float = 0.0
+    ) -> None:
         """Forward, backward and (at the last micro batch) step of the engines that train.
 
         Args:
             batch: some rows of the experience.
-            tokens: of the whole minibatch on all ranks, which the losses are means over.
+            tokens: of the whole minibatch on all ranks, which losses are means over.
             stats: added to.
+            answers: of the whole minibatch on all ranks, where the actor's loss is a mean over
+                answers.
         """
         engine, options = self.engine, self.options
-        width = batch.mask.shape[1]
+        width, mask, objective = batch.mask.shape[1], batch.loss_mask, self.objective
+        total = objective.normalizer(tokens, answers)
 
         # 1. The actor, with the mixture loss in the same backward pass.
         logits = engine.answer_logits(engine.actor, batch.ids, batch.attention_mask, width)
         log_probs = token_log_probs(logits, batch.answers, options.temperature)
-        objective = Objective(clip_low=options.clip, clip_high=options.clip)
-        policy = policy_loss(log_probs, batch.log_probs, batch.advantages, batch.mask, objective)
+        policy = policy_loss(
+            log_probs, batch.log_probs, batch.advantages, mask, objective, batch.ref_log_probs
+        )
         loss = policy.loss_sum
         if self.mixture is not None:
-            loss = loss + self._mixture_loss(self.mixture, tokens, stats)
-        backward(engine.actor, loss, tokens)
+            loss = loss + self._mixture_loss(self.mixture, total, stats)
+        backward(engine.actor, loss, total)
         stats.flops += self._training_flops("actor", batch.ids.shape)
         align = options.align_overflow and engine.critic is not None
         if not align:
@@ -298,7 +395,7 @@ class PPOTrainer:
         critic: ValueLoss | None = None
         if engine.critic is not None:
             values = engine.values(batch.ids, batch.attention_mask, width)
-            critic = value_loss(values, batch.values, batch.returns, batch.mask, options.value_clip)
+            critic = value_loss(values, batch.values, batch.returns, mask, options.value_clip)
             backward(engine.critic, critic.loss_sum, tokens)
             stats.flops += self._training_flops("critic", batch.ids.shape)
             if align:
@@ -316,10 +413,10 @@ class PPOTrainer:
         if any(overflowed):
             self.context.report.line(write.skipped_both(*overflowed))
 
-    def _mixture_loss(self, mixture: Mixture, tokens: float, stats: UpdateStats) -> Tensor:
-        """The mixture loss of one micro batch of text, beside a sum over `tokens`."""
+    def _mixture_loss(self, mixture: Mixture, total: float, stats: UpdateStats) -> Tensor:
+        """The mixture loss of one micro batch of text, beside a sum that `total` divides."""
         batch = mixture.next_batch()
-        weighted, loss_sum, count = mixture.loss(batch, tokens)
+        weighted, loss_sum, count = mixture.loss(batch, total)
         stats.sums["unsupervised_loss"] += loss_sum
         stats.sums["unsupervised_tokens"] += count
         stats.flops += self._training_flops("actor", batch["input_ids"].shape)
@@ -347,14 +444,15 @@ class PPOTrainer:
         updates: UpdateTotals,
         times: StepTimes,
         cost: GenerationCost,
+        resampled: int,
     ) -> None:
         """Write the lines, metrics and rollouts of one step; averages are over all ranks."""
         report, engine, options = self.context.report, self.engine, self.options
         count = len(experience) * world_size()
-        rewards = self.rewards(experience.scores, experience.ended)
+        rewards = self.rewards(experience)
 
         # 1. The quantities.
-        answers = answer_metrics(experience, rewards, options.reward_clip)
+        answers = answer_metrics(experience, rewards, self.rewards.at_bound(experience))
         reward = answers["reward"]
         previous = reward if self.reward_ema is None else self.reward_ema
         self.reward_ema = _REWARD_EMA_DECAY * previous + (1 - _REWARD_EMA_DECAY) * reward
@@ -375,6 +473,7 @@ class PPOTrainer:
             e2e_s=times.e2e_s,
             generate_s=times.generate_s,
             train_s=times.train_s,
+            more=self._more_metrics(experience, rewards, updates, resampled),
         )
         metrics = {name: x for name, x in reported.quantities().items() if x is not None}
 
@@ -384,7 +483,9 @@ class PPOTrainer:
         if done % self.context.config.logging.optimizer_interval < options.updates_per_step:
             for trained in engine.trained.values():
                 report.optimizer(trained)
-        losses = {f"{role}_loss": metrics[f"{role}_loss"] for role in engine.trained}
+        losses = {
+            name: metrics[name] for role in engine.trained if (name := f"{role}_loss") in metrics
+        }
         summed = {f"{name}_sum": loss * updates.tokens for name, loss in losses.items()}
         report.events(step, {"reward": reward, **losses, **summed})
         self._write_rollouts(step, experience, rewards)
@@ -392,11 +493,30 @@ class PPOTrainer:
         # 3. What acts on the quantities.
         norms = [f"{role}_gradient_norm" for role in engine.trained]
         self.watchdog.check(
-            step, {name: metrics[name] for name in ("reward", "kl", *norms, *losses)}
+            step,
+            {name: metrics[name] for name in ("reward", "kl", *norms, *losses) if name in metrics},
         )
         self.watchdog.watch_rollouts(metrics)
         if self.kl_controller:
             self.kl_controller.update(answers["kl"], count)
+
+    def _more_metrics(
+        self, experience: Experience, rewards: Tensor, updates: UpdateTotals, resampled: int
+    ) -> dict[str, float | None]:
+        """TRL's metrics, of all but PPO on a reward model alone; a collective of all ranks."""
+        (tokens,) = sum_over_ranks(experience.attention_mask.sum())
+        self.tokens_seen += tokens
+        if self.algorithm.has_critic and experience.function_rewards is None:
+            return {}
+        more = group_metrics(experience, rewards, self.algorithm.answers_per_prompt)
+        low, high = updates.clipped
+        more["clip_ratio/low_mean"], more["clip_ratio/high_mean"] = low, high
+        more["clip_ratio/region_mean"] = updates.metrics["clip_fraction"]
+        more["policy_loss"] = updates.metrics["actor_loss"]
+        more["num_tokens"] = self.tokens_seen
+        if self.algorithm.resampling_tries:
+            (more["resampled_groups"],) = sum_over_ranks(resampled)
+        return more
 
     def _write_rollouts(self, step: int, experience: Experience, rewards: Tensor) -> None:
         """Append rank 0's answers to rollouts.jsonl; print them if asked."""
@@ -409,7 +529,9 @@ class PPOTrainer:
             report.every_rank(write.prompts_printed(step, rank(), prompts))
             report.every_rank(write.answers_printed(step, rank(), answers))
         if rank() == 0:
-            records = rollout_records(step, experience, rewards, prompts, answers)
+            records = rollout_records(
+                step, experience, rewards, prompts, answers, self.algorithm.answers_per_prompt
+            )
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
             append(self.context.folder / "rollouts.jsonl", "".join(lines))
 

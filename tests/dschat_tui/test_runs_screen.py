@@ -367,6 +367,7 @@ def test_six_curves_are_told_apart_without_colour() -> None:
 
 def test_options_that_differ_are_those_and_no_others() -> None:
     first, second = RunConfig(), RunConfig()
+    first.ppo.kl_coef = 0.1
     second.ppo.kl_coef, second.actor.lora.rank, second.sft.max_steps = 0.2, 8, 5
     found = dict(differing_options([c.model_dump(mode="json") for c in (first, second)]))
     assert found == {

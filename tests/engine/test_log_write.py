@@ -230,7 +230,7 @@ def test_the_log_says_of_an_evaluation_what_metrics_jsonl_says(name: str) -> Non
 
 @given(
     st.dictionaries(
-        st.from_regex("[a-z][a-z0-9_]{0,9}", fullmatch=True).filter(
+        st.from_regex("[a-z][a-z0-9_]{0,9}(/[A-Za-z0-9_.-]{1,9}){0,2}", fullmatch=True).filter(
             lambda name: name not in ("kind", "step", "offset")
         ),
         st.floats(allow_nan=False) | st.integers(-(10**12), 10**12),

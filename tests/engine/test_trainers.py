@@ -274,7 +274,7 @@ def test_more_micro_batches_read_nothing_more_from_the_device(run, tmp_path):
         sums.append({name: float(value) for name, value in stats.sums.items()})
         assert float(stats.ratio_max) == pytest.approx(1.0, abs=1e-4)
     assert reads[0] == reads[1] == reads[2]
-    for name in ("tokens", "actor_loss", "critic_loss", "ratio", "approx_kl", "clipped"):
+    for name in ("tokens", "actor_loss", "critic_loss", "ratio", "approx_kl", "clipped_low"):
         values = [each[name] for each in sums]
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-4)
 
