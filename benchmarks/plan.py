@@ -34,6 +34,7 @@ import deepspeed
 import torch
 
 from dschat_tui.runs.memory_plan import resolved_dtype, shape_of
+from dschat_tui.runs.models import actor_of
 from engine.config.loading import load_profile
 from engine.config.rules import check
 from engine.config.schema import DataSource, RunConfig
@@ -88,7 +89,7 @@ def plan_of(config: RunConfig, step: StepName) -> StepPlan:
     """The plan of one step on this machine's CPU."""
     plan = plan_memory(
         config,
-        shape_of("models.actor", config.models.actor),
+        shape_of(actor_of(config.models)),
         dtype=resolved_dtype(config.dtype, "cpu"),
         device="cpu",
     )

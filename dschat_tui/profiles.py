@@ -10,6 +10,7 @@ from typing import Any
 
 from dschat_tui.runs import memory_plan
 from dschat_tui.runs.memory_plan import PlanError, Report
+from dschat_tui.runs.models import actor_of, reward_of
 from dschat_tui.text import gib, plain
 from engine.config.loading import (
     ConfigError,
@@ -70,10 +71,10 @@ class Profile:
         if self.config is None:
             return ""
         models = self.config.models
-        reward = models.trained_reward or models.reward
-        names = [models.sft or models.actor]
+        names = [actor_of(models).name]
         if self.config.alignment == "ppo":
-            names.append("SFT model" if reward == "sft" else reward)
+            reward = reward_of(models)
+            names.append("SFT model" if reward is None else reward.name)
         return " + ".join(name.rsplit("/", 1)[-1].removeprefix("embedded:") for name in names)
 
     @property

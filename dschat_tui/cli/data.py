@@ -77,7 +77,9 @@ def inspect_data(
             )
     except (DataError, ModelError) as error:
         refuse(str(error))
-    document |= {"profile": profile, "tokenizer": config.models.sft or config.models.actor}
+    from dschat_tui.runs.models import actor_of
+
+    document |= {"profile": profile, "tokenizer": actor_of(config.models).name}
     if json_output:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
         return
@@ -152,11 +154,12 @@ def _check_readable(source: DataSource) -> None:
 
 def _tokenizer(config: RunConfig) -> tuple[Any, str | None]:
     """The tokenizer as step 1 uses it, and the chat template that came with it."""
+    from dschat_tui.runs.models import actor_of
     from engine.data.templates import install_template
     from engine.models.load import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(
-        resolve_model(config.models.sft or config.models.actor),
+        resolve_model(actor_of(config.models).name),
         trust_remote_code=config.models.trust_remote_code,
         end_of_conversation_token=config.data.end_of_conversation_token,
     )

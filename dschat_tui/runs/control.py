@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
@@ -116,32 +117,44 @@ def describe(run: RunFolder) -> Described:
     }
 
 
-def ask_to_stop(run: RunFolder, save_seconds: float = SAVE_SECONDS) -> None:
-    """Ask a run to save a checkpoint and stop, within so many seconds.
+def is_supervised(run: RunFolder, process: subprocess.Popen[bytes] | None = None) -> bool:
+    """Whether the supervisor of a run is alive on this machine.
 
-    Asked again, it stops without one, after a grace; and once more, without the grace.
+    `process` is the supervisor where this process started it, which run.json may not name yet.
+    """
+    if process is not None:
+        return process.poll() is None
+    return has_supervisor(run.read_state())
+
+
+def ask_to_stop(run: RunFolder, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Ask a run to save a checkpoint and stop; asked again, by anyone, to `end_now`.
+
+    Args:
+        run: the run.
+        process: its supervisor where this process started it; None: the one run.json names.
 
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
-    if not has_supervisor(run.read_state()):
-        raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
-    if run.stop_request.exists():
-        end_now(run)
+    if run.stop_request.exists() or not is_supervised(run, process):
+        end_now(run, process)
     else:
-        run.request_stop(save_seconds)
+        run.request_stop(SAVE_SECONDS)
 
 
-def end_now(run: RunFolder) -> None:
+def end_now(run: RunFolder, process: subprocess.Popen[bytes] | None = None) -> None:
     """Ask a run's supervisor to stop without a checkpoint; asked again, without the grace.
 
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.
     """
-    supervisor = supervisor_of(run.read_state())
-    if supervisor is None:
+    if not is_supervised(run, process):
         raise NotRunning(f"{run.path}: no supervisor of this run is alive on this machine")
-    os.kill(supervisor["pid"], signal.SIGTERM)
+    if process is not None:
+        process.send_signal(signal.SIGTERM)
+    elif (supervisor := supervisor_of(run.read_state())) is not None:
+        os.kill(supervisor["pid"], signal.SIGTERM)
 
 
 def delete(run: RunFolder) -> list[str]:

@@ -10,6 +10,7 @@ import psutil
 
 from dschat_tui.machine import GIB, gpu_memory
 from dschat_tui.runs.hosts import hosts_of
+from dschat_tui.runs.models import Origin, actor_of, reward_of
 from dschat_tui.text import gib
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME
@@ -143,13 +144,14 @@ def shapes_of(config: RunConfig, offline: bool = False) -> tuple[ModelShape, Mod
     Raises:
         PlanError: as `shape_of`.
     """
-    models = config.models
-    actor = shape_of("models.actor", models.sft or models.actor, offline)
-    reward = models.trained_reward or models.reward
-    return actor, None if reward == "sft" else shape_of("models.reward", reward, offline)
+    reward = reward_of(config.models)
+    return (
+        shape_of(actor_of(config.models), offline),
+        None if reward is None else shape_of(reward, offline),
+    )
 
 
-def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
+def shape_of(origin: Origin, offline: bool = False) -> ModelShape:
     """The shape of a model from its config.json alone.
 
     Looked for on disk, in the Hub's cache, in the table of known shapes, and then on the Hub,
@@ -159,6 +161,7 @@ def shape_of(key: str, name: str, offline: bool = False) -> ModelShape:
         UnplannedFamilyError: it is of a family that the planner does not know.
         PlanError: it cannot be had.
     """
+    key, name = origin
     try:
         found_here = names.local_config(name) or known_config(name)
         if found_here is not None:

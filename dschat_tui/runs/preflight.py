@@ -17,6 +17,7 @@ from typing import Any
 from dschat_tui.machine import GIB
 from dschat_tui.runs import control, hosts, launch, memory_plan
 from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.models import Origin, actor_of, reward_of
 from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
 from engine.config.loading import ConfigError, get_value, load_config, options
 from engine.config.rules import ModelFacts, check
@@ -167,14 +168,13 @@ def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
 
 def model_facts(config: RunConfig) -> ModelFacts:
     """Positions and vocabularies of the models that lie on this disk; nothing is downloaded."""
-    actor = config.models.sft or config.models.actor
-    reward = config.models.trained_reward or config.models.reward
-    reward = actor if reward == "sft" else reward
+    actor = actor_of(config.models)
+    reward = reward_of(config.models) or actor
     return ModelFacts(
-        actor_positions=_positions(actor),
-        reward_positions=_positions(reward),
-        actor_vocabulary=vocabulary_hash(_model_folder(actor)),
-        reward_vocabulary=vocabulary_hash(_model_folder(reward)),
+        actor_positions=_positions(actor.name),
+        reward_positions=_positions(reward.name),
+        actor_vocabulary=vocabulary_hash(_model_folder(actor.name)),
+        reward_vocabulary=vocabulary_hash(_model_folder(reward.name)),
     )
 
 
@@ -344,16 +344,11 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
     A family that the planner knows is tested; another is asked what it can be.
     """
     models = config.models
-    actor_key, actor = "models.sft" if models.sft else "models.actor", models.sft or models.actor
-    reward_key = "models.trained_reward" if models.trained_reward else "models.reward"
-    reward = models.trained_reward or models.reward
-    used: list[tuple[RoleName, str, str]] = [("actor", actor_key, actor)]
+    used: dict[RoleName, Origin] = {"actor": actor_of(models)}
     if config.needs_reward_model and config.alignment == "ppo" and steps & {"reward", "ppo"}:
-        used.append(
-            ("critic", actor_key, actor) if reward == "sft" else ("critic", reward_key, reward)
-        )
+        used["critic"] = reward_of(models) or used["actor"]
     reasons = []
-    for role, key, name in used:
+    for role, (key, name) in used.items():
         folder, lora = _model_folder(name), getattr(config, role).lora
         model_config = names.local_config(name)
         patterns = lora.targets if lora.rank else []

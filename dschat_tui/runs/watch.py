@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from dschat_tui.logs.follow import Follower
@@ -78,6 +78,7 @@ class Watch:
         self.step_watch: StepWatch | None = None
         self.stop_requests = 0
         self.interrupts = 0
+        self._was_gone = False
 
     def follow(self, show: Callable[[], None], ask: Callable[[], str] | None = None) -> str:
         """Call `show` after each look, until the run ends; its final state.
@@ -90,11 +91,10 @@ class Watch:
                 Ctrl-C is a request to stop.
         """
         while True:
-            ended = not self._supervised()
+            ended = self.has_ended()
             self.look()
             show()
-            if ended and not self._is_guarded():
-                self.look()
+            if ended:
                 return self._final_state()
             if self.interrupts:
                 self.interrupts = 0
@@ -105,20 +105,19 @@ class Watch:
                     self.ask_to_stop()
             time.sleep(POLL_SECONDS)
 
-    def _supervised(self) -> bool:
-        if self.supervisor is not None:
-            return self.supervisor.poll() is None
-        return control.has_supervisor(self.run.read_state())
-
-    def _is_guarded(self) -> bool:
-        """Whether a guard is ending what a killed supervisor left, and will write run.json."""
-        if self.state["state"] != RUNNING:
+    def has_ended(self) -> bool:
+        """Whether its supervisor is gone, and nobody ends what one that was killed left."""
+        if control.is_supervised(self.run, self.supervisor):
             return False
+        state = self.run.read_state()
+        is_new, self._was_gone = not self._was_gone, True
+        if is_new and state is not None and state["state"] == RUNNING:
+            return False  # its guard may be about to take the lock
         try:
             with self.run.lock(wait=False):
-                return False
-        except RunIsHeld:
-            return True
+                return True
+        except RunIsHeld:  # the guard ends the processes, and then writes run.json
+            return False
 
     def look(self) -> None:
         """Read run.json and what the running step wrote."""
@@ -137,16 +136,10 @@ class Watch:
 
     def ask_to_stop(self) -> None:
         """Ask for a stop with a checkpoint; then for one without; then without the grace."""
-        self.stop_requests += 1
-        try:
-            if self.stop_requests == 1:
-                self.run.request_stop(control.SAVE_SECONDS)
-            elif self.supervisor is None:
-                control.end_now(self.run)
-            elif self.supervisor.poll() is None:
-                self.supervisor.send_signal(signal.SIGTERM)
-        except control.NotRunning:
-            return  # it has ended meanwhile, as the next look tells
+        asked_by_others = 1 if self.state["stop"] else 0
+        self.stop_requests = max(self.stop_requests, asked_by_others) + 1
+        with suppress(control.NotRunning):  # it has ended meanwhile, as the next look shows
+            control.ask_to_stop(self.run, self.supervisor)
 
     def stopping_text(self) -> str:
         """What happens to a run that was asked to stop, and what another Ctrl-C does."""

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from dschat_tui.runs import memory_plan
+from dschat_tui.runs.models import actor_of, reward_of
 from engine.config.loading import (
     ConfigError,
     apply_overrides,
@@ -194,12 +195,11 @@ def options_of(name: str, value: Any, steps: Sequence[int], config: RunConfig) -
 
 def default_rank(config: RunConfig, role: str) -> int:
     """The LoRA rank of a sweep for a profile without one."""
-    models = config.models
-    key, name = "models.actor", models.sft or models.actor
-    if role == "critic" and (models.trained_reward or models.reward) != "sft":
-        key, name = "models.reward", models.trained_reward or models.reward
+    origin = actor_of(config.models)
+    if role == "critic":
+        origin = reward_of(config.models) or origin
     try:
-        width = memory_plan.shape_of(key, name, offline=True).hidden
+        width = memory_plan.shape_of(origin, offline=True).hidden
     except memory_plan.PlanError:
         return LORA_RANK
     return max(1, min(LORA_RANK, width // LORA_SHARE))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,34 +82,12 @@ class Task:
     slot: int
     watch: Watch
     sampler: MemorySampler | None
-    requests: int = 0
     is_late: bool = False
-
-    def has_ended(self) -> bool:
-        """Whether its supervisor is gone, and nobody ends what one that was killed left."""
-        process = self.watch.supervisor
-        if process is not None:
-            if process.poll() is None:
-                return False
-        elif control.has_supervisor(self.run.read_state()):
-            return False
-        try:
-            with self.run.lock(wait=False):
-                return True
-        except RunIsHeld:
-            return False
 
     def ask_to_end(self) -> None:
         """End its processes, without a checkpoint; asked again, without the grace."""
-        self.requests += 1
-        process = self.watch.supervisor
-        if process is None:
-            try:
-                control.end_now(self.run)
-            except control.NotRunning:
-                return  # it has ended meanwhile
-        elif process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        with suppress(control.NotRunning):  # it has ended meanwhile
+            control.end_now(self.run, self.watch.supervisor)
 
 
 @dataclass
@@ -288,7 +267,7 @@ class Runner:
             if is_due and task.sampler is not None:
                 task.sampler.look()
             task.watch.look()
-            if task.has_ended():
+            if task.watch.has_ended():
                 self.tasks.remove(task)
                 self._judge(task)
                 continue

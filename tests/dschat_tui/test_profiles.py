@@ -16,6 +16,7 @@ from dschat_tui.cli import profiles_report
 from dschat_tui.cli.main import app
 from dschat_tui.runs import memory_plan, preflight
 from dschat_tui.runs.fixes import fix_for
+from dschat_tui.runs.models import Origin
 from engine.config.loading import (
     ConfigError,
     apply_overrides,
@@ -334,13 +335,14 @@ def test_known_shapes_have_the_parameters_that_are_published():
 
 def test_a_folder_is_read_before_the_table_of_known_shapes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    table = memory_plan.shape_of("models.actor", "facebook/opt-350m", offline=True)
+    model = Origin("models.actor", "facebook/opt-350m")
+    table = memory_plan.shape_of(model, offline=True)
     folder = tmp_path / "facebook" / "opt-350m"
     folder.mkdir(parents=True)
     known = dict(known_config("facebook/opt-350m") or {}, num_hidden_layers=2)
     (folder / "config.json").write_text(json.dumps(known))
     assert table.layers == 24
-    assert memory_plan.shape_of("models.actor", "facebook/opt-350m", offline=True).layers == 2
+    assert memory_plan.shape_of(model, offline=True).layers == 2
 
 
 def test_the_page_of_profiles_is_current():

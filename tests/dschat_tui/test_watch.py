@@ -197,6 +197,39 @@ sys.exit(watch(RunFolder(Path(sys.argv[1])), supervisor, True))
 """
 
 
+class Signalled:
+    """A living supervisor that keeps the signals it gets."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def poll(self) -> None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+@pytest.mark.parametrize("asked_by_another", [False, True])
+def test_a_stop_goes_one_step_further_each_time_whoever_asked_before(tmp_path, asked_by_another):
+    run = RunFolder(tmp_path / "run")
+    state = run.create(to_yaml(RunConfig()), "fake", [SFT])
+    if asked_by_another:
+        run.request_stop(60.0)
+        run.write_state({**state, "stop": {"asked": time.time(), "limit_seconds": 60.0}})
+    supervisor = Signalled()
+    watched = Watch(run, supervisor)
+    if not asked_by_another:
+        watched.ask_to_stop()
+        assert (run.stop_request.exists(), supervisor.signals) == (True, [])
+        assert "Ctrl-C again: without" in watched.stopping_text()
+    watched.ask_to_stop()
+    assert supervisor.signals == [signal.SIGTERM]
+    assert "Ctrl-C again: at once" in watched.stopping_text()
+    watched.ask_to_stop()
+    assert supervisor.signals == [signal.SIGTERM, signal.SIGTERM]
+
+
 def test_interrupting_the_command_stops_the_run_and_exits_130(fake_run):
     fake = fake_run(sft=STOPS_ON_REQUEST)
     command = [sys.executable, "-c", WATCHER, fake.run.path, *fake.supervisor_command()]
