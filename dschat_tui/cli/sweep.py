@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -14,7 +14,7 @@ from dschat_tui.text import one_line
 
 if TYPE_CHECKING:
     from dschat_tui.sweep.matrix import MatrixFile, Sweep
-    from dschat_tui.sweep.state import SweepFolder
+    from dschat_tui.sweep.state import SweepFolder, SweepState
 
 EXIT_CODES = {"done": 0, "failed": EXIT_FAILED, "stopped": 130}
 
@@ -138,7 +138,7 @@ def _make(
     )
 
 
-def _show_matrix(state: dict[str, Any], is_result: bool, json_output: bool) -> None:
+def _show_matrix(state: SweepState, is_result: bool, json_output: bool) -> None:
     """The cells with what is known of them, and how many will run."""
     from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import runner
@@ -152,15 +152,15 @@ def _show_matrix(state: dict[str, Any], is_result: bool, json_output: bool) -> N
     waiting = {cell["preparation"] for cell in state["cells"] if cell["state"] == "pending"}
     for record in state["preparations"]:
         if record["name"] in waiting and record["state"] != "done":
-            told = " and ".join(map(str, record["steps"]))
-            typer.echo(f"{record['name']}: step {told} once, for all cells", err=not is_result)
+            steps = " and ".join(map(str, record["steps"]))
+            typer.echo(f"{record['name']}: step {steps} once, for all cells", err=not is_result)
     typer.echo(f"{states.number_of_cells(state)}, {number} to run", err=not is_result)
 
 
 def _run(
     sweep: Sweep,
     folder: SweepFolder,
-    state: dict[str, Any],
+    state: SweepState,
     environments: list[dict[str, str]],
     time_limit: float | None,
     json_output: bool,
@@ -227,7 +227,7 @@ def _refuse_strangers(first: Path, second: Path) -> NoReturn:
     refuse(f"{first} and {second} have no cell in common: their axes differ")
 
 
-def _state_of(folder: SweepFolder) -> dict[str, Any]:
+def _state_of(folder: SweepFolder) -> SweepState:
     from dschat_tui.sweep.state import SweepError
 
     try:

@@ -6,9 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dschat_tui.runs.state import DONE, FAILED, RUNNING
 from dschat_tui.runs.watch import STARTING
@@ -16,14 +15,25 @@ from dschat_tui.sweep.report import (
     BY_KEY,
     COMPARED,
     MEMORY,
+    Compared,
+    Comparison,
     bar_text,
     change_text,
+    measured_quantities,
     shown,
-    told_quantities,
 )
-from dschat_tui.sweep.results import QUANTITIES
-from dschat_tui.sweep.runner import Display, Runner
-from dschat_tui.sweep.state import OOM, PRUNED, TIMEOUT, Record, counted
+from dschat_tui.sweep.results import QUANTITIES, Quantity
+from dschat_tui.sweep.runner import Display, Event, Kind, Runner
+from dschat_tui.sweep.state import (
+    OOM,
+    PRUNED,
+    TIMEOUT,
+    RunRecord,
+    SweepState,
+    counted,
+    measured,
+    number,
+)
 from dschat_tui.text import aligned, duration, one_line, plain
 
 if TYPE_CHECKING:
@@ -44,7 +54,7 @@ COLOURS = {
 }
 
 
-def display_for(state: Record, json_events: bool) -> AbstractContextManager[Display]:
+def display_for(state: SweepState, json_events: bool) -> AbstractContextManager[Display]:
     """Events on stdout, a live table on a terminal, else lines; the latter two on stderr."""
     if json_events:
         return nullcontext(Events())
@@ -59,33 +69,33 @@ def emit(event: str, **content: object) -> None:
 
 
 class Events:
-    """Events as JSON, one a line."""
+    """Events as JSON, one per line."""
 
-    def tell(self, event: str, record: Record) -> None:
+    def report(self, event: Event, kind: Kind, record: RunRecord) -> None:
         """A run of the sweep started or ended."""
-        emit(event, **record)
+        emit(event, kind=kind, **record)
 
     def tick(self, runner: Runner) -> None:
-        """Events alone are told."""
+        """Progress is no event."""
 
 
 class Lines:
     """A line whenever a run starts or ends, and every so many seconds how far it is."""
 
-    def __init__(self, state: Record) -> None:
+    def __init__(self, state: SweepState) -> None:
         self.state = state
         self.last = time.monotonic()
-        self.told_stop = 0
+        self.shown_stop = 0
 
-    def tell(self, event: str, record: Record) -> None:
+    def report(self, event: Event, kind: Kind, record: RunRecord) -> None:
         """A run of the sweep started or ended."""
         self.last = time.monotonic()
-        self._say(told(event, record))
+        self._say(event_text(event, record))
 
     def tick(self, runner: Runner) -> None:
-        """Tell of a stop at once, of progress now and then."""
-        if runner.interrupts and runner.tasks and runner.interrupts != self.told_stop:
-            self.told_stop = runner.interrupts
+        """Report a stop at once, progress now and then."""
+        if runner.interrupts and runner.tasks and runner.interrupts != self.shown_stop:
+            self.shown_stop = runner.interrupts
             self._say(stopping_text(runner))
         now = time.monotonic()
         if now - self.last < SECONDS_BETWEEN_LINES or runner.is_stopping:
@@ -100,17 +110,17 @@ class Lines:
         print(text, file=sys.stderr, flush=True)
 
 
-def told(event: str, record: Record) -> str:
-    """An event in a line for a person."""
+def event_text(event: Event, record: RunRecord) -> str:
+    """An event as one line."""
     line = f"{record['name']}: {'started' if event == 'started' else record['state']}"
     if event == "started":
         return line
     if record["seconds"]:
         line += f" in {duration(record['seconds'])}"
     numbers = [
-        f"{quantity.title} {shown(quantity, record[quantity.key])}"
+        f"{quantity.title} {shown(quantity, value)}"
         for quantity in QUANTITIES
-        if quantity.key in IN_LINES and record.get(quantity.key) is not None
+        if quantity.key in IN_LINES and (value := measured(record, quantity.key)) is not None
     ]
     if record["state"] == DONE and numbers:
         line += f"; {', '.join(numbers)}"
@@ -128,7 +138,7 @@ def stopping_text(runner: Runner) -> str:
 class LiveTable:
     """The matrix, redrawn in place while it fills in."""
 
-    def __init__(self, state: Record) -> None:
+    def __init__(self, state: SweepState) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -146,7 +156,7 @@ class LiveTable:
     def __exit__(self, *details: object) -> None:
         self.live.stop()
 
-    def tell(self, event: str, record: Record) -> None:
+    def report(self, event: Event, kind: Kind, record: RunRecord) -> None:
         """Draw at the next tick."""
         self.due = 0.0
 
@@ -163,7 +173,7 @@ class LiveTable:
         from rich.text import Text
 
         cells = self.state["cells"]
-        longest = max((c["step_s"] for c in cells if c.get("step_s")), default=1.0)
+        longest = max((number(cell, "step_s") or 0.0 for cell in cells), default=0.0) or 1.0
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         speed, memory = (
             next(q for q in QUANTITIES if q.key == key)
@@ -179,9 +189,9 @@ class LiveTable:
                 Text(cell["name"]),
                 Text(cell["state"], style=COLOURS.get(cell["state"], "")),
                 Text(duration(seconds) if seconds else ""),
-                Text(shown(speed, cell.get(speed.key)) if cell["state"] == DONE else ""),
+                Text(shown(speed, measured(cell, speed.key)) if cell["state"] == DONE else ""),
                 Text(bar_text(cell, longest, BAR_CELLS) if cell["state"] == DONE else ""),
-                Text(shown(memory, cell.get(memory.key)) if cell["state"] == DONE else ""),
+                Text(shown(memory, measured(cell, memory.key)) if cell["state"] == DONE else ""),
             )
         lines: list[RenderableType] = [table, Text(counted(self.state), style="bold")]
         for task in runner.tasks:
@@ -193,36 +203,30 @@ class LiveTable:
         return Group(*lines)
 
 
-def matrix_text(state: Record) -> str:
+def matrix_text(state: SweepState) -> str:
     """The cells before they run: name, whether it will, and why not."""
-    rows = [
-        [cell["name"], cell["state"], one_line(cell["reason"] or "")] for cell in state["cells"]
-    ]
+    rows = [[cell["name"], cell["state"], one_line(cell["reason"])] for cell in state["cells"]]
     return aligned(["cell", "state", "reason"], rows)
 
 
-def result_text(state: Record) -> str:
+def result_text(state: SweepState) -> str:
     """The cells after they ran, with what a line has room for."""
-    told = [q for q in told_quantities(state) if q.key in IN_TERMINAL]
+    quantities = [q for q in measured_quantities(state) if q.key in IN_TERMINAL]
     rows = [
-        [cell["name"], cell["state"], *(shown(q, cell.get(q.key)) for q in told)]
+        [cell["name"], cell["state"], *(shown(q, measured(cell, q.key)) for q in quantities)]
         for cell in state["cells"]
     ]
-    return aligned(["cell", "state", *(q.title for q in told)], rows)
+    return aligned(["cell", "state", *(q.title for q in quantities)], rows)
 
 
-def comparison_text(compared: Mapping[str, Any]) -> str:
-    """Two sweeps side by side: a row a cell, what changed, and the mean over all pairs."""
+def comparison_text(compared: Comparison) -> str:
+    """Two sweeps side by side: a row per cell, what changed, and the mean over all pairs."""
     pairs = compared["pairs"]
     keys = [key for key in (*COMPARED, *MEMORY) if any(key in p["quantities"] for p in pairs)]
     rows = []
     for pair in pairs:
         row = [pair["name"], " → ".join(dict.fromkeys(pair["states"]))]
-        for key in keys:
-            values = pair["quantities"].get(key, {})
-            sides = [shown(BY_KEY[key], values.get(side)) for side in ("first", "second")]
-            change = values.get("change")
-            row.append(" → ".join(sides) + ("" if change is None else f" ({100 * change:+.1f} %)"))
+        row += [_compared_text(BY_KEY[key], pair["quantities"].get(key)) for key in keys]
         rows.append(row)
     means = []
     for key in keys:
@@ -231,7 +235,15 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
     if pairs:
         rows.append(["all", "", *means])
     lines = [aligned(["cell", "state", *(BY_KEY[key].title for key in keys)], rows)]
-    for key, where in (("only_first", "first"), ("only_second", "second")):
-        if compared[key]:
-            lines.append(f"only in the {where}: {', '.join(compared[key])}")
+    for names, where in ((compared["only_first"], "first"), (compared["only_second"], "second")):
+        if names:
+            lines.append(f"only in the {where}: {', '.join(names)}")
     return "\n".join(lines)
+
+
+def _compared_text(quantity: Quantity, compared: Compared | None) -> str:
+    if compared is None:
+        return "- → -"
+    text = f"{shown(quantity, compared['first'])} → {shown(quantity, compared['second'])}"
+    change = compared["change"]
+    return text if change is None else f"{text} ({100 * change:+.1f} %)"

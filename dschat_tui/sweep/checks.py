@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dschat_tui.runs import memory_plan, preflight
 from dschat_tui.runs.memory_plan import PlanError
 from dschat_tui.runs.preflight import Refusal
 from dschat_tui.runs.state import FAILED, PENDING
 from dschat_tui.sweep.matrix import Sweep
-from dschat_tui.sweep.state import PRUNED
+from dschat_tui.sweep.state import PRUNED, Outcome
 from dschat_tui.text import gib
 from engine.config import layout
 from engine.config.rules import check
 from engine.config.schema import RunConfig
+from engine.log.causes import Cause
 
-Outcome = dict[str, Any]
 REFUSED_ADVICE = "Change this value of the axis, or what it needs; then: --retry failed."
 
 
@@ -61,14 +60,14 @@ def examine(sweep: Sweep, output: Path) -> dict[str, Outcome]:
     return outcomes
 
 
-def outcome(state: str, reason: str, cause: dict[str, str] | None = None) -> Outcome:
+def outcome(state: str, reason: str, cause: Cause | None = None) -> Outcome:
     """What a cell came to, for its record."""
     return {"state": state, "reason": reason, "cause": cause}
 
 
 def refused(reasons: Sequence[str]) -> Outcome:
     """The outcome of a cell that the checks before a run refuse."""
-    cause = {"id": "refused", "line": "; ".join(reasons), "advice": REFUSED_ADVICE}
+    cause: Cause = {"id": "refused", "line": "; ".join(reasons), "advice": REFUSED_ADVICE}
     return outcome(FAILED, f"refused: {cause['line']}", cause)
 
 

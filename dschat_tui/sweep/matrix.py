@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ from engine.config.loading import (
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME, STEPS, StepName
 
-Values = dict[str, Any]
+Values = dict[str, object]
 
 # Axes that stand for the same feature of both models, and what the names of cells begin with.
 FEATURES: Mapping[str, str] = {
@@ -58,7 +57,7 @@ class Axis:
     """A feature or an option by its key, and the values it takes."""
 
     name: str
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def default_axes(steps: Sequence[int]) -> tuple[Axis, ...]:
     return (stage, offload, Axis("lora", on_off)) if 1 in steps else (stage, offload)
 
 
-def options_of(name: str, value: Any, steps: Sequence[int], config: RunConfig) -> Values:
+def options_of(name: str, value: object, steps: Sequence[int], config: RunConfig) -> Values:
     """The options that a value of an axis sets, by their keys.
 
     Raises:
@@ -205,7 +204,7 @@ def default_rank(config: RunConfig, role: str) -> int:
     return max(1, min(LORA_RANK, width // LORA_SHARE))
 
 
-def written(assignments: Mapping[str, Any]) -> list[str]:
+def written(assignments: Mapping[str, object]) -> list[str]:
     """Assignments as `--set` takes them."""
     return [f"{key}={json.dumps(value)}" for key, value in assignments.items()]
 
@@ -227,7 +226,7 @@ def parse_axis(text: str) -> Axis:
     return axis_of(key, values)
 
 
-def axis_of(key: str, values: Iterable[Any]) -> Axis:
+def axis_of(key: str, values: Iterable[object]) -> Axis:
     """An axis of some values.
 
     Raises:
@@ -250,7 +249,7 @@ def axis_of(key: str, values: Iterable[Any]) -> Axis:
     return Axis(key, found)
 
 
-def cell_name(values: Mapping[str, Any]) -> str:
+def cell_name(values: Mapping[str, object]) -> str:
     """The name of a cell, which is that of its folder."""
     parts = []
     for name, value in values.items():
@@ -263,7 +262,7 @@ def cell_name(values: Mapping[str, Any]) -> str:
     return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """A value as YAML would have it in one line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -309,7 +308,7 @@ def matrix_names() -> list[str]:
     return sorted({file.stem for folder in _matrix_folders() for file in folder.glob("*.yaml")})
 
 
-def parse_steps(label: str, steps: Any) -> tuple[int, ...]:
+def parse_steps(label: str, steps: object) -> tuple[int, ...]:
     """Step numbers from `3`, `1,2` or a list.
 
     Raises:
@@ -378,7 +377,7 @@ def needed_steps(config: RunConfig, steps: Sequence[int]) -> tuple[int, ...]:
 
 
 def _preparations(
-    values: dict[str, Any], cells: Sequence[Cell], steps: Sequence[int]
+    values: Values, cells: Sequence[Cell], steps: Sequence[int]
 ) -> tuple[dict[str, Preparation], dict[str, str]]:
     """The preparations by name, and from a cell to its own."""
     preparations: dict[str, Preparation] = {}

@@ -6,59 +6,68 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from dschat_tui.logs.quantities import title
 from dschat_tui.machine import GIB, MIB, NoAnswer, query_gpus
+from dschat_tui.sweep.state import Measured, Number
 from engine.log import documents
-
-Record = dict[str, Any]
 
 # The first steps build caches, optimizer states and, with the hybrid engine, check it.
 WARMUP_STEPS = 2
 
+# Values of one record of a log, or of one row made of several, by name.
+_Row = dict[str, float | None]
+
 
 @dataclass(frozen=True)
 class Quantity:
-    """One result of a cell: its key in sweep.json and sweep.csv, and how a table shows it."""
+    """One result of a cell: its key in sweep.json and sweep.csv, and how a table shows it.
+
+    A quantity that logs have too has the title that it has there.
+    """
 
     key: str
-    title: str
     help: str
+    own_title: str = ""
     scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """What a table calls it."""
+        return self.own_title or title(self.key)
 
 
 QUANTITIES = (
-    Quantity("samples_per_s", "samples/s", "samples of all devices a second"),
-    Quantity("step_s", "step s", "seconds a step, from end to end"),
-    Quantity("generate_s", "generate s", "seconds of a step in which answers are generated"),
-    Quantity("train_s", "train s", "seconds of a step in which models are updated"),
-    Quantity("other_s", "other s", "the rest of a step: scores, log-probabilities, collecting"),
+    Quantity("samples_per_s", "samples of all devices per second"),
+    Quantity("step_s", "seconds per step, from end to end", "step s"),
+    Quantity("generate_s", "seconds of a step in which answers are generated", "generate s"),
+    Quantity("train_s", "seconds of a step in which models are updated", "train s"),
+    Quantity("other_s", "the rest of a step: scores, log-probabilities, collecting", "other s"),
     Quantity(
         "tokens_per_s",
-        "tokens/s",
-        "step 3: answer tokens a second of generation; steps 1 and 2: tokens read a second",
+        "step 3: answer tokens per second of generation; steps 1 and 2: tokens read per second",
     ),
-    Quantity("tflops", "TFLOPs", "a device, from end to end"),
+    Quantity("tflops", "per device, from end to end"),
     Quantity(
         "peak_device_bytes",
-        "device GiB",
         "most memory used on one device, less what was used before",
+        "device GiB",
         GIB,
     ),
-    Quantity("peak_host_bytes", "host GiB", "most memory of all processes together", GIB),
-    Quantity("reward", "reward", "of the last step"),
-    Quantity("actor_loss", "actor loss", "of the last step"),
-    Quantity("critic_loss", "critic loss", "of the last step"),
-    Quantity("loss", "loss", "steps 1 and 2: of the last step"),
-    Quantity("measured_steps", "steps", "steps measured, without the first ones"),
-    Quantity("seconds", "seconds", "the whole cell, from its start to its end"),
+    Quantity("peak_host_bytes", "most memory of all processes together", "host GiB", GIB),
+    Quantity("reward", "of the last step"),
+    Quantity("actor_loss", "of the last step", "actor loss"),
+    Quantity("critic_loss", "of the last step", "critic loss"),
+    Quantity("loss", "steps 1 and 2: of the last step"),
+    Quantity("measured_steps", "steps measured, without the first ones", "steps"),
+    Quantity("seconds", "the whole cell, from its start to its end"),
 )
 
 
-def measure(log: Path, step: str, ranks: int) -> Record:
-    """The quantities that a log tells, of the steps after the first ones.
+def measure(log: Path, step: str, ranks: int) -> Measured:
+    """The quantities of a cell by its log, of the steps after the first ones.
 
     Rates are totals over totals: all samples by all seconds. The losses and the reward are those
     of the last step. A log without steps gives no quantities.
@@ -77,7 +86,7 @@ def measure(log: Path, step: str, ranks: int) -> Record:
         return {}
     kept = rows[min(WARMUP_STEPS, len(rows) - 1) :]
     last = kept[-1]
-    found: Record = {
+    found: dict[str, float | None] = {
         "measured_steps": len(kept),
         "samples_per_s": _ratio(_sum(kept, "samples"), _sum(kept, "step_s")),
         "tokens_per_s": _ratio(_sum(kept, "tokens"), _sum(kept, "tokens_s")),
@@ -91,8 +100,8 @@ def measure(log: Path, step: str, ranks: int) -> Record:
     return {name: _in_json(value) for name, value in found.items() if value is not None}
 
 
-def _ppo_rows(records: Sequence[Record], metrics: Sequence[Record]) -> list[Record]:
-    """A row a generation step, from its block of lines and its line of metrics."""
+def _ppo_rows(records: Sequence[_Row], metrics: Sequence[_Row]) -> list[_Row]:
+    """A row per generation step, from its block of lines and its line of metrics."""
     # a step that was begun again counts as it went the last time
     blocks = {record["step"]: record for record in records if record["kind"] == "ppo"}
     exact = {record["step"]: record for record in metrics}
@@ -120,32 +129,32 @@ def _ppo_rows(records: Sequence[Record], metrics: Sequence[Record]) -> list[Reco
     return rows
 
 
-def _rows(records: Sequence[Record], metrics: Sequence[Record], ranks: int) -> list[Record]:
-    """A row an optimizer step of steps 1 and 2."""
+def _rows(records: Sequence[_Row], metrics: Sequence[_Row], ranks: int) -> list[_Row]:
+    """A row per optimizer step of steps 1 and 2."""
     timed = [record for record in records if record["kind"] == "throughput"]
     rows = []
     for index, record in enumerate(timed):
-        told = metrics[index] if index < len(metrics) else {}
-        seconds = record["latency_s"]
-        if not seconds:
-            # two decimals: a step below 5 ms
+        values = metrics[index] if index < len(metrics) else {}
+        seconds, samples_per_s = record["latency_s"], record["samples_per_s"]
+        if not seconds or samples_per_s is None:
+            # the log has two decimals: 0.00 is a step below 5 ms
             continue
-        tokens_per_s, tflops = told.get("tokens_per_s"), record["tflops"]
+        tokens_per_s, tflops = values.get("tokens_per_s"), record["tflops"]
         rows.append(
             {
-                "samples": record["samples_per_s"] * seconds * ranks,
+                "samples": samples_per_s * seconds * ranks,
                 "step_s": seconds,
                 "train_s": seconds,
                 "tokens": None if tokens_per_s is None else tokens_per_s * seconds,
                 "tokens_s": seconds,
                 "operations": None if tflops is None else tflops * seconds,
-                "loss": told.get("loss"),
+                "loss": values.get("loss"),
             }
         )
     return rows
 
 
-def _sum(rows: Sequence[Record], name: str) -> float | None:
+def _sum(rows: Sequence[_Row], name: str) -> float | None:
     values = [row.get(name) for row in rows]
     known = [value for value in values if value is not None]
     return math.fsum(known) if len(known) == len(values) else None
@@ -155,16 +164,14 @@ def _ratio(total: float | None, by: float | None) -> float | None:
     return total / by if total is not None and by else None
 
 
-def _in_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def _in_json(value: float) -> Number:
+    return value if math.isfinite(value) else str(value)
 
 
 class MemorySampler:
     """The peak memory of a process with its descendants, and of the devices they may use.
 
-    Host memory is proportional where Linux tells it: pages that processes share count once.
+    Host memory is proportional where Linux reports it: pages that processes share count once.
     """
 
     def __init__(self, pid: int, devices: Sequence[str]) -> None:
@@ -183,7 +190,7 @@ class MemorySampler:
             own = max(0, value - self._before.get(device, 0))
             self.peak_device_bytes = max(own, self.peak_device_bytes or 0)
 
-    def peaks(self) -> Record:
+    def peaks(self) -> Measured:
         """What was seen."""
         found = {
             "peak_host_bytes": self.peak_host_bytes,

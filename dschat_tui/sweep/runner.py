@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from dschat_tui.runs import control, launch, preflight, supervisor
 from dschat_tui.runs.failures import last_line
@@ -28,7 +28,7 @@ from dschat_tui.runs.state import (
 )
 from dschat_tui.runs.watch import Watch
 from dschat_tui.sweep import report
-from dschat_tui.sweep.checks import Outcome, outcome, refused
+from dschat_tui.sweep.checks import outcome, refused
 from dschat_tui.sweep.matrix import Sweep, value_text
 from dschat_tui.sweep.results import (
     QUANTITIES,
@@ -39,19 +39,24 @@ from dschat_tui.sweep.results import (
 )
 from dschat_tui.sweep.state import (
     OOM,
-    PRUNED,
     TIMEOUT,
     UNSUCCESSFUL,
     VERSION,
-    Record,
+    Outcome,
+    RunRecord,
+    RunTimes,
     SweepError,
     SweepFolder,
+    SweepState,
+    add_measured,
     counts,
+    forget_measured,
 )
 from dschat_tui.text import plain
 from engine.config.loading import resolve, to_yaml
 from engine.config.schema import RunConfig
 from engine.config.steps import Step
+from engine.log.causes import Cause
 from engine.models.folders import is_complete_model
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,11 +64,17 @@ POLL_SECONDS = 0.2
 SAMPLE_SECONDS = 1.0
 OUT_OF_MEMORY = "out_of_memory"
 
+Record = TypeVar("Record", bound=RunRecord)
+
+
+Kind = Literal["preparation", "cell"]
+Event = Literal["started", "ended"]
+
 
 class Display(Protocol):
     """What shows a sweep while it runs."""
 
-    def tell(self, event: str, record: Record) -> None:
+    def report(self, event: Event, kind: Kind, record: RunRecord) -> None:
         """A run of the sweep started or ended."""
 
     def tick(self, runner: Runner) -> None:
@@ -74,8 +85,8 @@ class Display(Protocol):
 class Task:
     """A cell, or a preparation, that runs now."""
 
-    kind: str
-    record: Record
+    kind: Kind
+    record: RunRecord
     run: RunFolder
     steps: Sequence[Step]
     ranks: int
@@ -101,7 +112,7 @@ class Runner:
 
     sweep: Sweep
     folder: SweepFolder
-    state: Record
+    state: SweepState
     display: Display
     environments: Sequence[Mapping[str, str]]
     time_limit: float | None = None
@@ -118,33 +129,29 @@ class Runner:
     def run(self) -> str:
         """Run what is pending: the preparations that cells need, then the cells."""
         began = time.monotonic()
-        before = float(self.state.get("seconds") or 0.0)
+        before = self.state["seconds"]
 
         def note(number: int, frame: object) -> None:
             self.interrupts += 1
 
         handlers = {number: signal.signal(number, note) for number in STOP_SIGNALS}
         try:
-            self.state |= {"state": RUNNING, "process": own_identity()}
+            self.state["state"], self.state["process"] = RUNNING, own_identity()
             self._look_for_models()
             self._save()
-            needed = {cell["preparation"] for cell in self._waiting("cells")}
-            self._work(
-                "preparation", [p for p in self._waiting("preparations") if p["name"] in needed]
-            )
+            needed = {cell["preparation"] for cell in _waiting(self.state["cells"])}
+            preparations = _waiting(self.state["preparations"])
+            self._work("preparation", [p for p in preparations if p["name"] in needed])
             self._pass_on_failures()
-            self._work("cell", self._waiting("cells"))
+            self._work("cell", _waiting(self.state["cells"]))
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            self.state |= {
-                "state": self._outcome(),
-                "process": None,
-                "seconds": before + time.monotonic() - began,
-            }
+            self.state["state"], self.state["process"] = self._outcome(), None
+            self.state["seconds"] = before + time.monotonic() - began
             self._save()
             report.write(self.folder, self.state)
-        return str(self.state["state"])
+        return self.state["state"]
 
     def _look_for_models(self) -> None:
         """A preparation whose models are gone runs again."""
@@ -156,7 +163,7 @@ class Runner:
                 for folder in run.model_folders(step, ema=False)
             ]
             if record["state"] == DONE and not all(map(is_complete_model, models)):
-                record |= outcome(PENDING, "")
+                _settle(record, outcome(PENDING, ""))
 
     def _outcome(self) -> str:
         there = set(counts(self.state))
@@ -164,22 +171,20 @@ class Runner:
             return STOPPED
         return FAILED if there & set(UNSUCCESSFUL) else DONE
 
-    def _waiting(self, part: str) -> list[Record]:
-        return [record for record in self.state[part] if record["state"] in (PENDING, RUNNING)]
-
     def _pass_on_failures(self) -> None:
         """A cell whose preparation failed has failed."""
         failed = {p["name"]: p for p in self.state["preparations"] if p["state"] in UNSUCCESSFUL}
-        for cell in self._waiting("cells"):
-            preparation = failed.get(cell["preparation"])
+        for cell in _waiting(self.state["cells"]):
+            preparation = failed.get(cell["preparation"] or "")
             if preparation is not None:
                 reason = f"{preparation['name']} {preparation['state']}: {preparation['reason']}"
-                cell |= outcome(FAILED, reason, preparation["cause"])
-                self.display.tell("ended", {"kind": "cell", **cell})
+                _settle(cell, outcome(FAILED, reason, preparation["cause"]))
+                self.display.report("ended", "cell", cell)
         self._save()
 
-    def _work(self, kind: str, queue: list[Record]) -> None:
+    def _work(self, kind: Kind, queue: Sequence[RunRecord]) -> None:
         """Run these records' runs, in order, as many at once as there are environments."""
+        queue = list(queue)
         while (queue and not self.is_stopping) or self.tasks:
             free = set(range(len(self.environments))) - {task.slot for task in self.tasks}
             while queue and free and not self.is_stopping:
@@ -190,7 +195,7 @@ class Runner:
             if self.tasks:
                 time.sleep(POLL_SECONDS)
 
-    def _begin(self, kind: str, record: Record, slot: int) -> None:
+    def _begin(self, kind: Kind, record: RunRecord, slot: int) -> None:
         config = self._config_of(kind, record)
         run = RunFolder(self.folder.path / record["name"])
         steps = preflight.wanted_steps(config, record["steps"])
@@ -199,22 +204,23 @@ class Runner:
         try:
             process, pid = self._start(record, run, config, steps, environment)
         except (OSError, SweepError, RunIsHeld, control.NotDeletable) as error:
-            record |= refused([f"{run.path} cannot be started: {error}"])
+            _settle(record, refused([f"{run.path} cannot be started: {error}"]))
             self._save()
-            self.display.tell("ended", {"kind": kind, **record})
+            self.display.report("ended", kind, record)
             return
         if process is not None or record["started"] is None:
             record["started"] = time.time()
-        record |= {"state": RUNNING, "reason": "", "cause": None, "path": str(run.path)}
+        _settle(record, outcome(RUNNING, ""))
+        record["path"] = str(run.path)
         self._save()
         sampler = None if pid is None else MemorySampler(pid, _devices(environment, ranks))
         watch = Watch(run, process)
         self.tasks.append(Task(kind, record, run, steps, ranks, slot, watch, sampler))
-        self.display.tell("started", {"kind": kind, **record})
+        self.display.report("started", kind, record)
 
     def _start(
         self,
-        record: Record,
+        record: RunRecord,
         run: RunFolder,
         config: RunConfig,
         steps: Sequence[Step],
@@ -235,15 +241,14 @@ class Runner:
             if record["state"] == RUNNING and state["state"] in (DONE, FAILED):
                 return None, None
             _clear(run, state)
-        for quantity in QUANTITIES:
-            record.pop(quantity.key, None)
-        record |= {"started": None, "ended": None, "seconds": None}
+        forget_measured(record, [quantity.key for quantity in QUANTITIES])
+        _forget_times(record)
         run.create(to_yaml(config), Path(self.sweep.profile).stem, list(steps))
         _link(run.path / "training.log", Path(steps[-1].folder) / "training.log")
         process = supervisor.start(run, {**os.environ, **environment})
         return process, process.pid
 
-    def _config_of(self, kind: str, record: Record) -> RunConfig:
+    def _config_of(self, kind: Kind, record: RunRecord) -> RunConfig:
         name = record["name"]
         if kind == "preparation":
             config = next(p.config for p in self.sweep.preparations if p.name == name)
@@ -274,7 +279,7 @@ class Runner:
             for _ in range(asks):
                 task.ask_to_end()
             limit = self.time_limit if task.kind == "cell" else None
-            took = time.time() - task.record["started"]
+            took = time.time() - (task.record["started"] or time.time())
             if limit is not None and took > limit and not task.is_late:
                 task.is_late = True
                 task.ask_to_end()
@@ -288,23 +293,40 @@ class Runner:
             # stopped by a person: it is run again
             found = outcome(PENDING, "")
         ended = max((s["ended"] or 0.0 for s in state["steps"].values()), default=0.0)
-        record |= found
-        record["ended"] = ended or time.time()
-        record["seconds"] = record["ended"] - record["started"]
+        _settle(record, found)
+        record["ended"] = ended = ended or time.time()
+        record["seconds"] = ended - (record["started"] or ended)
         if found["state"] == DONE:
             last = task.steps[-1]
-            record |= measure(task.run.training_log(last), last.name, task.ranks)
+            add_measured(record, measure(task.run.training_log(last), last.name, task.ranks))
         if task.sampler is not None and found["state"] != PENDING:
-            record |= task.sampler.peaks()
+            add_measured(record, task.sampler.peaks())
         if found["state"] == PENDING:
-            record |= {"started": None, "ended": None, "seconds": None}
+            _forget_times(record)
         self._save()
         if task.kind == "cell":
             report.write(self.folder, self.state)
-        self.display.tell("ended", {"kind": task.kind, **record})
+        self.display.report("ended", task.kind, record)
 
     def _save(self) -> None:
         self.folder.write(self.state)
+
+
+def _waiting(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["state"] in (PENDING, RUNNING)]
+
+
+def _settle(record: RunRecord, found: Outcome) -> None:
+    """Write into a record what its run came to."""
+    record["state"], record["reason"], record["cause"] = (
+        found["state"],
+        found["reason"],
+        found["cause"],
+    )
+
+
+def _forget_times(record: RunRecord) -> None:
+    record["started"] = record["ended"] = record["seconds"] = None
 
 
 def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcome:
@@ -314,8 +336,12 @@ def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcom
     if task.is_late:
         return outcome(TIMEOUT, f"stopped after its time limit of {time_limit:g} s")
     if standing == FAILED:
-        causes = [s["cause"] for s in state["steps"].values() if s["cause"] is not None]
-        cause = {name: plain(str(text)) for name, text in causes[0].items()}
+        found = next(s["cause"] for s in state["steps"].values() if s["cause"] is not None)
+        cause: Cause = {
+            "id": plain(found["id"]),
+            "line": plain(found["line"]),
+            "advice": plain(found["advice"]),
+        }
         name = OOM if cause["id"] == OUT_OF_MEMORY else FAILED
         return outcome(name, f"{cause['id']}: {cause['line']}", cause)
     if standing == STOPPED:
@@ -360,7 +386,7 @@ def _devices(environment: Mapping[str, str], ranks: int) -> list[str]:
     return (gpu_numbers() if visible is None else visible)[:ranks]
 
 
-def new_state(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> Record:
+def new_state(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> SweepState:
     """The content of sweep.json before the first cell."""
     return {
         "version": VERSION,
@@ -373,15 +399,12 @@ def new_state(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> Record:
         "process": None,
         "seconds": 0.0,
         "preparations": [
-            {
-                **_new_record(preparation.name, list(preparation.steps)),
-                **outcome(PENDING, ""),
-            }
+            {**_new_run(preparation.name, preparation.steps), **outcome(PENDING, "")}
             for preparation in sweep.preparations
         ],
         "cells": [
             {
-                **_new_record(cell.name, list(sweep.steps)),
+                **_new_run(cell.name, sweep.steps),
                 "values": cell.values,
                 "assignments": cell.assignments,
                 "preparation": sweep.preparation_of.get(cell.name),
@@ -393,10 +416,10 @@ def new_state(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> Record:
     }
 
 
-def _new_record(name: str, steps: list[int]) -> Record:
+def _new_run(name: str, steps: Sequence[int]) -> RunTimes:
     return {
         "name": name,
-        "steps": steps,
+        "steps": list(steps),
         "path": None,
         "started": None,
         "ended": None,
@@ -405,8 +428,8 @@ def _new_record(name: str, steps: list[int]) -> Record:
 
 
 def taken_up(
-    state: Record | None, sweep: Sweep, outcomes: Mapping[str, Outcome], retry: bool
-) -> Record:
+    state: SweepState | None, sweep: Sweep, outcomes: Mapping[str, Outcome], retry: bool
+) -> SweepState:
     """The state of a sweep that goes on: what is done stays, the rest is as it was examined now.
 
     Args:
@@ -421,10 +444,10 @@ def taken_up(
     fresh = new_state(sweep, outcomes)
     if state is None:
         return fresh
-    differing = [] if state.get("steps") == fresh["steps"] else ["--steps"]
-    if _told_axes(state.get("axes", {})) != _told_axes(fresh["axes"]):
+    differing = [] if state["steps"] == fresh["steps"] else ["--steps"]
+    if _axes_as_text(state["axes"]) != _axes_as_text(fresh["axes"]):
         differing.append("--axis")
-    before = resolve(state.get("config", {}), "sweep.json")
+    before = resolve(state["config"], "sweep.json")
     differing += preflight.changed_keys(before, sweep.config)
     if differing:
         raise SweepError(
@@ -432,29 +455,28 @@ def taken_up(
             "--output, or give what that sweep was started with"
         )
     kept = {DONE, RUNNING} if retry else {DONE, RUNNING, *UNSUCCESSFUL}
-    for part in ("preparations", "cells"):
-        earlier = {record["name"]: record for record in state.get(part, [])}
-        fresh[part] = [
-            {**record, **earlier[record["name"]]}
-            if record["name"] in earlier and earlier[record["name"]]["state"] in kept
-            else record
-            for record in fresh[part]
-        ]
-    return {**fresh, "created": state["created"], "seconds": state.get("seconds", 0.0)}
+    return {
+        **fresh,
+        "preparations": _kept(state["preparations"], fresh["preparations"], kept),
+        "cells": _kept(state["cells"], fresh["cells"], kept),
+        "created": state["created"],
+        "seconds": state["seconds"],
+    }
 
 
-def _told_axes(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, list[str]]]:
+def _kept(earlier: Sequence[Record], fresh: Sequence[Record], states: set[str]) -> list[Record]:
+    """Fresh records, with the earlier one in place of each that is in one of some states."""
+    by_name = {record["name"]: record for record in earlier if record["state"] in states}
+    return [by_name.get(record["name"], record) for record in fresh]
+
+
+def _axes_as_text(axes: Mapping[str, Sequence[object]]) -> list[tuple[str, list[str]]]:
     return [(name, [value_text(value) for value in values]) for name, values in axes.items()]
 
 
-def to_run(state: Record) -> int:
+def to_run(state: SweepState) -> int:
     """How many cells are left to run."""
     return sum(cell["state"] in (PENDING, RUNNING) for cell in state["cells"])
-
-
-def pruned(state: Record) -> list[Record]:
-    """The cells that never run."""
-    return [cell for cell in state["cells"] if cell["state"] == PRUNED]
 
 
 def share_machine(sweep: Sweep, parallel: int) -> list[dict[str, str]]:

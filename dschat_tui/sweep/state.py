@@ -7,13 +7,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from dschat_tui.runs.identity import is_alive
-from dschat_tui.runs.state import DONE, FAILED, PENDING, RUNNING
+from dschat_tui.runs.state import DONE, FAILED, PENDING, RUNNING, ProcessIdentity
+from engine.log.causes import Cause
 
 OOM, TIMEOUT, PRUNED = "oom", "timeout", "pruned"
 # of a cell, in the order in which they are counted
@@ -21,11 +22,104 @@ CELL_STATES = (DONE, OOM, TIMEOUT, FAILED, PRUNED, RUNNING, PENDING)
 UNSUCCESSFUL = (OOM, TIMEOUT, FAILED)
 VERSION = 1
 
-Record = dict[str, Any]
+# A quantity that a cell measured; one that is not finite is the word nan, inf or -inf.
+Number = float | str
+Measured = dict[str, Number]
+
+
+class Outcome(TypedDict):
+    """What a run of a sweep came to; `reason` is empty where it is done or has not run."""
+
+    state: str
+    reason: str
+    cause: Cause | None
+
+
+class RunTimes(TypedDict):
+    """A run of a sweep, and when it ran, in seconds since the epoch."""
+
+    name: str
+    steps: list[int]
+    path: str | None
+    started: float | None
+    ended: float | None
+    seconds: float | None
+
+
+class RunRecord(RunTimes, Outcome):
+    """A run of a sweep: a preparation or a cell.
+
+    What a cell measured stands beside these keys, as `dschat_tui.sweep.results.QUANTITIES` names
+    it; read it with `measured` and `number`.
+    """
+
+
+class CellRecord(RunRecord):
+    """A cell: its values of the axes, the options that these set, what it starts from."""
+
+    values: dict[str, object]
+    assignments: dict[str, object]
+    preparation: str | None
+
+
+class SweepState(TypedDict):
+    """The content of sweep.json; `config` is common to all cells, `seconds` what it took so far."""
+
+    version: int
+    profile: str
+    steps: list[int]
+    axes: dict[str, list[object]]
+    warmup_steps: int
+    created: float
+    state: str
+    process: ProcessIdentity | None
+    seconds: float
+    preparations: list[RunRecord]
+    cells: list[CellRecord]
+    config: dict[str, object]
+
+
+def measured(record: RunRecord, name: str) -> Number | None:
+    """A quantity of a cell, or None where it was not measured."""
+    value = record.get(name)
+    return value if isinstance(value, (int, float, str)) else None
+
+
+def number(record: RunRecord, name: str) -> float | None:
+    """A quantity of a cell where it is a finite number, else None."""
+    value = measured(record, name)
+    return None if isinstance(value, str) else value
+
+
+def add_measured(record: RunRecord, found: Measured) -> None:
+    """Put what a cell measured into its record."""
+    cast(dict[str, object], record).update(found)
+
+
+def forget_measured(record: RunRecord, names: Iterable[str]) -> None:
+    """Take quantities out of the record of a cell that runs again."""
+    for name in names:
+        cast(dict[str, object], record).pop(name, None)
 
 
 class SweepError(ValueError):
     """A sweep that must not start, or cannot be read; the message says what to do."""
+
+
+_NOTHING_KNOWN: SweepState = {
+    "version": VERSION,
+    "profile": "",
+    "steps": [],
+    "axes": {},
+    "warmup_steps": 0,
+    "created": 0.0,
+    "state": PENDING,
+    "process": None,
+    "seconds": 0.0,
+    "preparations": [],
+    "cells": [],
+    "config": {},
+}
 
 
 class SweepFolder:
@@ -39,7 +133,7 @@ class SweepFolder:
         self.picture = self.path / "generate-train.svg"
         self.lock_file = self.path / ".lock"
 
-    def read(self) -> Record | None:
+    def read(self) -> SweepState | None:
         """The content of sweep.json, or None where there is none.
 
         Raises:
@@ -60,9 +154,9 @@ class SweepFolder:
                 f"{self.state_file} holds no list of cells. Move it away, or choose another "
                 "--output"
             )
-        return state
+        return cast(SweepState, {**_NOTHING_KNOWN, **state})
 
-    def write(self, state: Record) -> None:
+    def write(self, state: SweepState) -> None:
         """Replace sweep.json atomically."""
         content = json.dumps({**state, "updated": time.time()}, indent=2, allow_nan=False)
         self.replace(self.state_file, content + "\n")
@@ -96,24 +190,24 @@ class SweepFolder:
             yield
 
 
-def is_going_on(state: Mapping[str, Any]) -> bool:
+def is_going_on(state: SweepState) -> bool:
     """Whether the process that works on a sweep is alive on this machine."""
-    return state.get("state") == RUNNING and is_alive(state.get("process"))
+    return state["state"] == RUNNING and is_alive(state["process"])
 
 
-def counts(state: Mapping[str, Any]) -> dict[str, int]:
+def counts(state: SweepState) -> dict[str, int]:
     """How many cells are in each state; only states that there are."""
     found = Counter(cell["state"] for cell in state["cells"])
     return {name: found[name] for name in CELL_STATES if found[name]}
 
 
-def counted(state: Mapping[str, Any]) -> str:
+def counted(state: SweepState) -> str:
     """The same in a line for a person."""
     parts = [f"{number} {name}" for name, number in counts(state).items()]
     return f"{number_of_cells(state)}: {', '.join(parts)}"
 
 
-def number_of_cells(state: Mapping[str, Any]) -> str:
+def number_of_cells(state: SweepState) -> str:
     """How many cells there are, in words."""
     number = len(state["cells"])
     return f"{number} cell{'' if number == 1 else 's'}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 from rich.cells import set_cell_size
 from textual.app import ComposeResult
@@ -17,9 +16,24 @@ from dschat_tui.dashboard.widgets.bars import Line
 from dschat_tui.dashboard.widgets.lines import LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.logs.source import SourceError, find_source
-from dschat_tui.sweep.report import bar_text, fastest, shown, smallest
+from dschat_tui.sweep.report import (
+    bar_text,
+    fastest,
+    measured_quantities,
+    shown,
+    smallest,
+)
 from dschat_tui.sweep.results import QUANTITIES
-from dschat_tui.sweep.state import SweepError, SweepFolder, counted, is_going_on
+from dschat_tui.sweep.state import (
+    CellRecord,
+    SweepError,
+    SweepFolder,
+    SweepState,
+    counted,
+    is_going_on,
+    measured,
+    number,
+)
 from dschat_tui.text import ASCII, Glyphs, clean, duration
 
 REFRESH_SECONDS = 1.0
@@ -42,15 +56,12 @@ COLUMNS = ("samples_per_s", "peak_device_bytes", "peak_host_bytes", "reward", "l
 class CellRows:
     """A row a cell: its name, state, time, what it measured, and the bar of its step."""
 
-    def __init__(self, state: Mapping[str, Any], width: int, glyphs: Glyphs) -> None:
-        self.cells: Sequence[Mapping[str, Any]] = state["cells"]
+    def __init__(self, state: SweepState, width: int, glyphs: Glyphs) -> None:
+        self.cells: Sequence[CellRecord] = state["cells"]
         self._glyphs = glyphs
-        self._columns = [
-            quantity
-            for quantity in QUANTITIES
-            if quantity.key in COLUMNS and any(c.get(quantity.key) is not None for c in self.cells)
-        ]
-        self._longest = max((c["step_s"] for c in self.cells if c.get("step_s")), default=1.0)
+        self._columns = [q for q in measured_quantities(state) if q.key in COLUMNS]
+        longest = max((number(cell, "step_s") or 0.0 for cell in self.cells), default=0.0)
+        self._longest = longest or 1.0
         names = max((len(cell["name"]) for cell in self.cells), default=0)
         left = width - 3 - STATE_CELLS - TIME_CELLS - 1
         # the name first, then numbers, and the bar of what is left
@@ -77,10 +88,10 @@ class CellRows:
         """Rows from `first` on."""
         return [self._row(cell) for cell in self.cells[first : first + count]]
 
-    def _row(self, cell: Mapping[str, Any]) -> Row:
+    def _row(self, cell: CellRecord) -> Row:
         state = cell["state"]
-        seconds = cell.get("seconds")
-        if state == "running" and cell.get("started"):
+        seconds = cell["seconds"]
+        if state == "running" and cell["started"]:
             seconds = time.time() - cell["started"]
         name = set_cell_size(clean(cell["name"], self._glyphs is ASCII), self._name_cells)
         took = duration(seconds) if seconds else ""
@@ -94,7 +105,7 @@ class CellRows:
         if state != "done":
             return row
         numbers = "".join(
-            f"{shown(quantity, cell.get(quantity.key)):>{NUMBER_CELLS}}"
+            f"{shown(quantity, measured(cell, quantity.key)):>{NUMBER_CELLS}}"
             for quantity in self._columns
         )
         row.append((numbers, "text"))
@@ -124,10 +135,10 @@ class SweepScreen(DashboardScreen):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.folder = SweepFolder(path)
-        self.state: dict[str, Any] | None = None
+        self.state: SweepState | None = None
 
     @property
-    def chosen(self) -> Mapping[str, Any] | None:
+    def chosen(self) -> CellRecord | None:
         """The cell under the cursor."""
         cells = self.state["cells"] if self.state else []
         cursor = self.query_one("#cells", LineList).cursor
@@ -194,12 +205,12 @@ class SweepScreen(DashboardScreen):
         lines = [f"{cell['name']}: {cell['state']}"]
         if cell["reason"]:
             lines.append(cell["reason"])
-        if cell.get("cause"):
-            lines.append(str(cell["cause"].get("advice", "")))
+        if cell["cause"]:
+            lines.append(cell["cause"]["advice"])
         told = [
-            f"{quantity.title} {shown(quantity, cell[quantity.key])}"
+            f"{quantity.title} {shown(quantity, value)}"
             for quantity in QUANTITIES
-            if cell.get(quantity.key) is not None
+            if (value := measured(cell, quantity.key)) is not None
         ]
         half = -(-len(told) // 2)
         lines += [", ".join(part) for part in (told[:half], told[half:]) if part]
