@@ -94,7 +94,8 @@ def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
     names = ", ".join(source.path for source in data.sources) or "data.sources (empty)"
     if 1 in steps and not serving("sft"):
         found.append(f"{names}: no answers to learn from: step 1 needs prompts with answers")
-    needs_pairs = steps & ({2} if config.models.trained_reward else {2, 3})
+    learns_scores = config.needs_reward_model and not config.models.trained_reward
+    needs_pairs = steps & ({2, 3} if learns_scores else {2})
     if needs_pairs and not serving("reward"):
         found.append(
             f"{names}: no rejected answers: steps 2 and 3 need pairs of a chosen and a rejected "

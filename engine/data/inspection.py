@@ -44,7 +44,7 @@ def inspect(
     picked = np.unique(np.linspace(0, count - 1, min(most_rows, count)).round().astype(np.int64))
     rows = loaded.train.select(picked)
     first = list(loaded.train.select(range(min(max(samples, 1), count))))
-    reasons = loaded.schema.step_reasons()
+    reasons = loaded.schema.step_reasons(config.needs_reward_model)
     if config.alignment == "dpo":
         reasons[3] = "a run with alignment=dpo ends after step 2"
     document: dict[str, Any] = {

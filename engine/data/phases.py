@@ -128,6 +128,25 @@ def eval_prompts(
     return found
 
 
+class PromptColumns:
+    """What reward functions are given of the prompts of step 3, beside their text."""
+
+    def __init__(self, config: RunConfig, note: Note = lambda _: None) -> None:
+        sources = [load_source(s, config.data.cache_dir, note) for s in config.data.sources]
+        self._parts, _ = _split(config, sources, "ppo")
+        self._starts = np.cumsum([0, *(len(part.indices) for part in self._parts)])
+
+    def of(self, number: int) -> Row:
+        """The columns of a row in the data, by `row` of the train rows of phase ppo.
+
+        `prompt` among them is its text, or its messages where the data holds dialogues.
+        """
+        at = int(np.searchsorted(self._starts, number, side="right")) - 1
+        part = self._parts[at]
+        row = part.rows[int(part.indices[number - self._starts[at]])]
+        return {"prompt": row["prompt"], **json.loads(row["columns"])}
+
+
 def unsupervised_rows(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -199,7 +218,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def _options(config: RunConfig, phase: Phase) -> list[Any]:
     data = config.data
     common = [config.seed, data.split, data.eval_share, data.eval_rows, data.template]
-    common += [bool(config.models.trained_reward), config.alignment]
+    common += [bool(config.models.trained_reward), config.alignment, config.needs_reward_model]
     if phase == "sft":
         common.append(config.sft.loss_on_prompt)
     return [*common, max_tokens(config, phase)]
@@ -247,7 +266,12 @@ def _split(
 
 
 def _wanted(config: RunConfig, sources: list[SourceRows]) -> frozenset[Phase]:
-    """The phases that rows are split over: without pairs SFT takes all; DPO has no step 3."""
+    """The phases that rows are split over: those of the steps that this run has.
+
+    Without pairs there is no step 2, and no step 3 that needs its model.
+    """
+    if not config.needs_reward_model:
+        return frozenset(("sft", "ppo"))
     has_pairs = any("reward" in source.phases for source in sources)
     if config.alignment == "dpo":
         return frozenset(("sft", "reward") if has_pairs else ("sft",))

@@ -2,11 +2,13 @@
 
 It has `prompt` (messages ending in a user turn), `chosen` and `rejected` (answers), or `text`;
 beside them `all_answers` (the assistant turns inside the prompt are learnt too) and what a data
-set may carry: `references`, `preferred_style`, `kind`, `phases`.
+set may carry: `references`, `preferred_style`, `kind`, `phases`. Its other columns go to reward
+functions alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -115,6 +117,24 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
         raise UnusableRow("unusable", "the prompt is empty or does not end in a question")
     normalised = {"prompt": prompt, "chosen": chosen or None, "rejected": rejected or None}
     return {**normalised, "all_answers": all_answers, **extras}
+
+
+def further_columns(row: Row, schema: Schema) -> str | None:
+    """What a reward function is given of a row, as JSON: a string, as columns differ per source.
+
+    These are `prompt`, where it is plain text in the data and no dialogue, and all columns but
+    those of prompt and pairs. None of plain text, which has no prompts.
+    """
+    if schema.text:
+        return None
+    parts = {schema.prompt, schema.input, schema.dialogue, schema.rejected}
+    if schema.rejected:
+        parts.add(schema.chosen)
+    columns = {name: value for name, value in row.items() if name not in {*parts, "phases"}}
+    prompt = row.get(schema.prompt) if schema.prompt and not schema.entry else None
+    if isinstance(prompt, str):
+        columns["prompt"] = prompt
+    return json.dumps(columns, ensure_ascii=False, default=str)
 
 
 def _nothing_in(row: Row, column: str | None) -> str:

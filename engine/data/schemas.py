@@ -55,10 +55,10 @@ class Schema:
         parts = [(names.get(name, name), column) for name, column in vars(self).items() if column]
         return ", ".join(f"{name} {column!r}" for name, column in parts)
 
-    def step_reasons(self) -> dict[int, str | None]:
+    def step_reasons(self, needs_reward_model: bool) -> dict[int, str | None]:
         """Of each step why it is not served; None: it is.
 
-        Step 3 learns from the reward model of step 2, so both need pairs.
+        Where step 3 learns from the reward model of step 2, both need pairs.
         """
         if self.text:
             text = "plain text, which serves the mixture loss of step 3 alone"
@@ -66,7 +66,8 @@ class Schema:
         no_pairs = "no rejected answers: steps 2 and 3 need pairs of a chosen and a rejected answer"
         pairs = None if "reward" in self.phases else no_pairs
         answers = None if "sft" in self.phases else "no answers to learn from"
-        return {1: answers, 2: pairs, 3: pairs}
+        prompts = None if "ppo" in self.phases else "no prompts to answer"
+        return {1: answers, 2: pairs, 3: pairs if needs_reward_model else prompts}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from engine.data.cache import (
 )
 from engine.data.checks import no_usable_row
 from engine.data.files import DataError, Row, is_local, local_parts, read_rows
-from engine.data.rows import Dropped, UnusableRow, normalise
+from engine.data.rows import Dropped, UnusableRow, further_columns, normalise
 from engine.data.schemas import ROWS_LOOKED_AT, Phase, Schema, find_schema, schema_of
 
 Note = Callable[[str], None]
@@ -40,6 +40,7 @@ ROW_FEATURES = Features(
         "preferred_style": Value("string"),
         "kind": Value("string"),
         "phases": List(Value("string")),
+        "columns": Value("string"),
     }
 )
 
@@ -140,9 +141,11 @@ def _write(
     def normalised(rows: Iterable[tuple[str, Row]]) -> Iterator[Row]:
         for where, row in rows:
             try:
-                yield normalise(row, schema, where)
+                found = normalise(row, schema, where)
             except UnusableRow as unusable:
                 dropped.add(unusable, where)
+                continue
+            yield {**found, "columns": further_columns(row, schema)}
 
     for part, rows in parts.items():
         write_rows(folder / f"{part}.arrow", normalised(rows), ROW_FEATURES)

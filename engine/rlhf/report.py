@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -117,6 +117,25 @@ def group_metrics(experience: Experience, rewards: Tensor, size: int) -> dict[st
     return found
 
 
+def function_metrics(experience: Experience, names: Sequence[str]) -> dict[str, float | None]:
+    """Mean and standard deviation of each function's rewards; a collective of all ranks.
+
+    Each by itself, as a small one is lost in a sum. None where a function could say nothing.
+
+    Args:
+        experience: with the rewards of functions.
+        names: of the functions.
+    """
+    assert experience.function_rewards is not None
+    found: dict[str, float | None] = {}
+    for name, values in zip(names, experience.function_rewards.T, strict=True):
+        (known,) = sum_over_ranks((~values.isnan()).sum())
+        average, _ = moments(values)
+        found[f"rewards/{name}/mean"] = float(average) if known else None
+        found[f"rewards/{name}/std"] = _finite(masked_std(values, ~values.isnan()))
+    return found
+
+
 def _finite(value: Tensor) -> float | None:
     return None if value.isnan() else float(value)
 
@@ -176,6 +195,7 @@ def rollout_records(
     prompts: list[str],
     answers: list[str],
     group_size: int,
+    functions: Sequence[str] = (),
 ) -> Iterator[Mapping[str, Any]]:
     """A record of rollouts.jsonl for each answer; those to a prompt follow each other."""
     scores = rewards if experience.scores is None else experience.scores
@@ -188,6 +208,9 @@ def rollout_records(
     }
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         figures = {name: values[row] for name, values in columns.items()}
+        if experience.function_rewards is not None:
+            rewarded = _known(experience.function_rewards[row])
+            figures["rewards"] = dict(zip(functions, rewarded, strict=True))
         if group_size > 1:
             figures["group"] = row // group_size
         yield {"step": step, "prompt": prompt, "answer": answer, **figures}

@@ -35,12 +35,14 @@ from engine.rlhf.report import (
     StepTimes,
     answer_metrics,
     decoded,
+    function_metrics,
     group_metrics,
     rollout_records,
     step_speed,
 )
 from engine.rlhf.rewards import Rewards
 from engine.rlhf.rollouts import GenerationCost, Prompts, Rollouts, rank_seed, with_answers
+from engine.rlhf.scoring import FunctionRewards
 from engine.rlhf.update_stats import UpdateStats, UpdateTotals
 from engine.trainers.context import StepContext, length_of_training
 from engine.trainers.engines import backward, engine_step, learning_rates
@@ -103,6 +105,7 @@ class PPOTrainer:
 
         # 3. What adapts while training.
         self.rewards = Rewards(config)
+        self.functions: FunctionRewards | None = None
         self.kl_controller = (
             AdaptiveKLController(self.algorithm.kl_coef, options.kl_target, options.kl_horizon)
             if options.kl_target
@@ -197,7 +200,8 @@ class PPOTrainer:
         started = time.perf_counter()
 
         # 1. Answers and their scores.
-        experience, cost = self.generate_experience(self.prompt_batches(rows))
+        own = self.own_rows(rows)
+        experience, cost = self.generate_experience(self.repeated_prompts(own), own)
         experience, cost, resampled = self.with_spread(experience, cost)
 
         # 2. What the update moves towards.
@@ -216,10 +220,14 @@ class PPOTrainer:
         times = StepTimes(now - started, cost.seconds, now - train_started)
         self.report(step, epoch, experience, updates, times, cost, resampled)
 
+    def own_rows(self, rows: Sequence[int]) -> list[int]:
+        """This rank's prompts of a global batch."""
+        (own,) = self.batches.local_micro_batches(rows, rank(), world_size())
+        return own
+
     def prompt_batches(self, rows: Sequence[int]) -> list[Prompts]:
         """This rank's prompts of a global batch, each as often as it is to be answered."""
-        (own,) = self.batches.local_micro_batches(rows, rank(), world_size())
-        return self.repeated_prompts(own)
+        return self.repeated_prompts(self.own_rows(rows))
 
     def repeated_prompts(self, rows: Sequence[int]) -> list[Prompts]:
         """Prompts, each as often as it is to be answered, left padded, in generation batches.
@@ -254,7 +262,8 @@ class PPOTrainer:
             if not wanted:
                 break
             drawn = torch.randint(len(self.data.train), (wanted,), generator=self.spare_prompts)
-            fresh, more = self.generate_experience(self.repeated_prompts(drawn.tolist()))
+            spare = drawn.tolist()
+            fresh, more = self.generate_experience(self.repeated_prompts(spare), spare)
             is_fresh_good = has_spread(self.rewards(fresh), size)
             experience, replaced = with_replacements(
                 experience, is_good, fresh, is_fresh_good, self.tokenizer.pad_token_id
@@ -263,11 +272,14 @@ class PPOTrainer:
             total += len(replaced)
         return experience, cost, total
 
-    def generate_experience(self, batches: Sequence[Prompts]) -> tuple[Experience, GenerationCost]:
-        """Answer prompts and compute what PPO needs to know of the answers.
+    def generate_experience(
+        self, batches: Sequence[Prompts], rows: Sequence[int] = ()
+    ) -> tuple[Experience, GenerationCost]:
+        """Answer prompts and compute what is learnt from the answers.
 
         Args:
             batches: prompts, left padded, `(batch, prompt)`, each with its attention mask.
+            rows: the places in the data of the prompts that are repeated, for reward functions.
 
         Returns:
             the experience of all batches together, and what generation took.
@@ -279,7 +291,16 @@ class PPOTrainer:
                 self._experience(prompts, generation)
                 for prompts, generation in zip(batches, generations, strict=True)
             ]
-        return Experience.concatenate(parts, self.tokenizer.pad_token_id), cost
+        experience = Experience.concatenate(parts, self.tokenizer.pad_token_id)
+        if self.functions is not None:
+            numbers = [
+                self.data.train[row]["row"]
+                for row in rows
+                for _ in range(self.algorithm.answers_per_prompt)
+            ]
+            rewards = self.functions(experience, numbers)
+            experience = replace(experience, function_rewards=rewards)
+        return experience, cost
 
     @torch.no_grad()
     def _experience(self, prompts: Prompts, generation: Generation) -> Experience:
@@ -509,6 +530,8 @@ class PPOTrainer:
         if self.algorithm.has_critic and experience.function_rewards is None:
             return {}
         more = group_metrics(experience, rewards, self.algorithm.answers_per_prompt)
+        if self.functions is not None:
+            more |= function_metrics(experience, self.functions.names)
         low, high = updates.clipped
         more["clip_ratio/low_mean"], more["clip_ratio/high_mean"] = low, high
         more["clip_ratio/region_mean"] = updates.metrics["clip_fraction"]
@@ -530,7 +553,13 @@ class PPOTrainer:
             report.every_rank(write.answers_printed(step, rank(), answers))
         if rank() == 0:
             records = rollout_records(
-                step, experience, rewards, prompts, answers, self.algorithm.answers_per_prompt
+                step,
+                experience,
+                rewards,
+                prompts,
+                answers,
+                self.algorithm.answers_per_prompt,
+                () if self.functions is None else self.functions.names,
             )
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
             append(self.context.folder / "rollouts.jsonl", "".join(lines))

@@ -18,6 +18,7 @@ from engine.data import cache
 from engine.data.batches import row_lengths
 from engine.data.files import DataError
 from engine.data.phases import (
+    PromptColumns,
     build_phase,
     eval_prompts,
     tokenizer_fingerprint,
@@ -513,3 +514,37 @@ def test_unsupervised_text_is_packed_into_whole_blocks(configure, tokenizer, tmp
     config.data.unsupervised_sources = config.data.sources
     with pytest.raises(DataError, match="no plain text"):
         unsupervised_rows(config, tokenizer, 16)
+
+
+def test_further_columns_of_each_prompt_are_those_of_its_row(configure, tokenizer):
+    rows = [
+        {
+            "question": f"How much is {n} and {n}?" + " word" * (60 if n % 7 == 0 else 0),
+            "answer": f"It is {2 * n}.",
+            "solution": 2 * n,
+            "tags": ["sum", {"of": n}],
+        }
+        for n in range(100)
+    ]
+    models = {"trained_reward": "elsewhere"}
+    config = configure(rows, models=models, ppo={"max_prompt_length": 200})
+    data, columns = build_phase(config, tokenizer, "ppo"), PromptColumns(config)
+    assert data.counts["dropped_long"] > 0  # so that places in the data are not consecutive
+    assert len(data.train) > 20
+    for row in data.train:
+        found = columns.of(row["row"])
+        n = found["solution"] // 2
+        assert found.pop("prompt") == rows[n]["question"]
+        assert found == {name: value for name, value in rows[n].items() if name != "question"}
+        assert f"{n} and {n}?" in tokenizer.decode(row["prompt_ids"])
+
+
+def test_dialogues_are_given_as_messages_and_pairs_are_not_given(configure, tokenizer):
+    config = configure([{**pair, "source": "web"} for pair in pairs(50)])
+    data, columns = build_phase(config, tokenizer, "ppo"), PromptColumns(config)
+    found = columns.of(data.train[0]["row"])
+    assert set(found) == {"prompt", "source"}
+    dialogue = configure([{"prompt": DIALOGUE, "chosen": "yes", "rejected": "no"}] * 30)
+    build_phase(dialogue, tokenizer, "ppo")
+    found = PromptColumns(dialogue).of(0)
+    assert [turn["role"] for turn in found["prompt"]] == [turn["role"] for turn in DIALOGUE]

@@ -10,8 +10,11 @@ import pytest
 import torch
 from small_run import configuration
 
+from engine.data.phases import PromptColumns
 from engine.rlhf.experience import Experience
 from engine.rlhf.groups import has_spread
+from engine.rlhf.rewards import Rewards
+from engine.rlhf.scoring import FunctionRewards
 from engine.rlhf.trainer import PPOTrainer
 from engine.rlhf.update_stats import UpdateStats
 from engine.trainers.context import StepContext
@@ -226,3 +229,81 @@ def test_no_option_filters_what_is_sampled(run):
     trainer.rollouts.sampler.set_state(state)
     again, _ = trainer.rollouts.answer(batches)
     assert torch.equal(plain[0].answers, again[0].answers)
+
+
+class Spy:
+    """Two functions: one of the answer's length, one that can say something of few answers."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def score(self, prompts, completions, completion_ids, columns):
+        self.seen.append((prompts, completions, completion_ids, columns))
+        few = [1.0, None, None, 3.0, None, None, None, None]
+        return {"length": [-float(len(ids)) for ids in completion_ids], "few": few}
+
+
+def with_functions(trainer: PPOTrainer, functions, weights=(0.5, 2.0)) -> PPOTrainer:
+    columns = PromptColumns(trainer.context.config)
+    trainer.functions = FunctionRewards(functions, ("length", "few"), columns, trainer.tokenizer)
+    trainer.rewards = Rewards(trainer.context.config, weights)
+    return trainer
+
+
+def test_functions_are_asked_as_trl_asks_them_and_none_counts_nowhere(run):
+    spy = Spy()
+    trainer = with_functions(trainer_of(run, *GRPO), spy)
+    rows = trainer.own_rows(trainer.batches.epoch(0)[0])
+    experience, _ = trainer.generate_experience(trainer.repeated_prompts(rows), rows)
+    ((prompts, completions, ids, columns),) = spy.seen
+    assert [len(x) for x in (prompts, completions, ids, *columns.values())] == [8] * (
+        3 + len(columns)
+    )
+    # the corpus holds dialogues, so prompts and completions are messages
+    assert prompts[0] == prompts[3] != prompts[4]
+    assert [turn["role"] for turn in prompts[0]] == ["user"]
+    assert [turn["role"] for turn in completions[0]] == ["assistant"]
+    asked = trainer.tokenizer.decode(experience.ids[0], skip_special_tokens=True)
+    assert prompts[0][0]["content"] in asked
+    assert asked.strip().endswith(completions[0][0]["content"].strip())
+    assert columns["references"][0] == columns["references"][3]
+    assert "phases" not in columns
+    lengths = experience.mask.sum(dim=1).tolist()
+    assert [len(each) for each in ids] == lengths
+    # weighted, with the reward model's score beside them
+    scores = trainer.rewards.shaped_scores(experience).tolist()
+    few = [2.0, 0, 0, 6.0, 0, 0, 0, 0]
+    expected = [s - 0.5 * n + f for s, n, f in zip(scores, lengths, few, strict=True)]
+    assert trainer.rewards(experience).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_metrics_of_each_function_and_its_rewards_in_the_rollouts(run):
+    """Trap: summed, a small reward is lost behind a large one; each is shown by itself."""
+    trainer = with_functions(trainer_of(run, *GRPO), Spy())
+    for name in ("metrics", "rollouts"):
+        (trainer.context.folder / f"{name}.jsonl").unlink(missing_ok=True)
+    trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
+    (record,) = map(json.loads, (trainer.context.folder / "metrics.jsonl").read_text().splitlines())
+    assert record["rewards/few/mean"] == 2.0
+    assert record["rewards/few/std"] == pytest.approx(math.sqrt(2))
+    assert record["rewards/length/mean"] == -record["completions/mean_length"]
+    rollouts = (trainer.context.folder / "rollouts.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["rewards"] for line in rollouts]
+    assert [each["few"] for each in rewards] == [1.0, None, None, 3.0, None, None, None, None]
+    assert [each["length"] for each in rewards] == [
+        -json.loads(line)["length"] for line in rollouts
+    ]
+
+
+def test_without_a_reward_model_the_functions_alone_are_the_reward(run, monkeypatch):
+    trainer = with_functions(trainer_of(run, *GRPO, "ppo.missing_eos_penalty=10"), Spy())
+    trainer.engine.reward = None
+    rows = trainer.own_rows(trainer.batches.epoch(0)[0])
+    experience, _ = trainer.generate_experience(trainer.repeated_prompts(rows), rows)
+    assert experience.scores is None
+    few = [2.0, 0, 0, 6.0, 0, 0, 0, 0]
+    lengths, ended = experience.mask.sum(dim=1).tolist(), experience.ended.tolist()
+    expected = [f - 0.5 * n - 10 * (not e) for f, n, e in zip(few, lengths, ended, strict=True)]
+    # a function's scale is the user's: nothing clips it
+    assert trainer.rewards(experience).tolist() == pytest.approx(expected)
+    trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
