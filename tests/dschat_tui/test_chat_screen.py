@@ -413,6 +413,7 @@ def test_a_program_that_cannot_start_is_told(fakes: Fakes) -> None:
     drive(fakes, script, ("sft",))
 
 
+@pytest.mark.slow
 def test_leaving_the_dashboard_ends_also_what_does_not_listen(fakes: Fakes) -> None:
     async def script(pilot: Pilot[None], screen: ChatScreen) -> None:
         await shows(pilot, "loading", "Loading hanging from somewhere")

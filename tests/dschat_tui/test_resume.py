@@ -149,6 +149,7 @@ def test_two_supervisors_never_run_one_run(fake_run):
     assert fake.state()["state"] == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "launcher", "supervisor"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_after_kill_9_nothing_is_alive_run_json_tells_so_and_the_run_goes_on(

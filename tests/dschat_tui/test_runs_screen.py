@@ -244,6 +244,7 @@ def test_a_stop_is_asked_for_once_confirmed(folder: Path) -> None:
     drive(folder, script, (160, 50))
 
 
+@pytest.mark.slow
 def test_a_paused_run_goes_on_with_the_reason_typed(folder: Path, started: list[Path]) -> None:
     run = RunFolder(folder / "last")
     pause(run)
@@ -309,6 +310,7 @@ def test_why_a_run_cannot_go_on_is_said(folder: Path, started: list[Path]) -> No
     assert not started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["first", "fir"])
 def test_a_run_is_deleted_once_its_name_or_the_begin_of_it_is_typed(
     folder: Path, typed: str

@@ -300,6 +300,7 @@ def test_letters_in_a_question_wait_too(world: World, clock: Clock) -> None:
     asyncio.run(follow())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "opened"),
     [

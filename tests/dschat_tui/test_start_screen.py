@@ -127,6 +127,7 @@ def test_every_size_has_its_picture(size: tuple[int, int]) -> None:
     drive(script, size)
 
 
+@pytest.mark.slow
 def test_a_toggle_moves_the_plan_and_the_command() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         await go_to(pilot, screen, "actor.gradient_checkpointing")
@@ -169,6 +170,7 @@ def test_what_a_rule_forbids_is_greyed_and_explained() -> None:
     drive(script, (160, 50), ascii_only=True)
 
 
+@pytest.mark.slow
 def test_values_are_typed_and_what_is_wrong_with_one_is_said() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         await go_to(pilot, screen, "sft.batch_size")
@@ -252,6 +254,7 @@ def test_what_does_not_fit_is_asked_about_and_made_to_fit(monkeypatch: pytest.Mo
     drive(script)
 
 
+@pytest.mark.slow
 def test_a_form_is_saved_as_a_profile() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         await go_to(pilot, screen, "ema.enabled")
@@ -271,6 +274,7 @@ def test_a_form_is_saved_as_a_profile() -> None:
         (user_profiles() / "mine.yaml").unlink()
 
 
+@pytest.mark.slow
 def test_starting_makes_the_run_that_the_form_says_and_shows_it(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +301,7 @@ def test_starting_makes_the_run_that_the_form_says_and_shows_it(
     drive(script)
 
 
+@pytest.mark.slow
 def test_refusals_are_shown_and_nothing_is_made(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +321,7 @@ def test_refusals_are_shown_and_nothing_is_made(
     drive(script, (60, 16))
 
 
+@pytest.mark.slow
 def test_the_data_is_shown_as_the_form_would_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prints = "import sys; print('row 1 [bold]decoded\\x1b[2J', *sys.argv[1:])"
     monkeypatch.setattr(sys, "executable", str(script_of(prints)))

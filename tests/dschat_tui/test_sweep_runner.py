@@ -478,6 +478,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_sigint_ends_the_cell_and_nothing_else_and_the_sweep_goes_on_later(
     scripts, finished, tmp_path
 ):

@@ -44,10 +44,15 @@ def only_adapters(stage: int) -> tuple[str, ...]:
 
 FEATURES = [
     (),
-    ("actor.zero_stage=2", "critic.zero_stage=3"),
-    only_adapters(0),
-    only_adapters(2),
-    only_adapters(3),
+    *(
+        pytest.param(features, marks=pytest.mark.slow)
+        for features in (
+            ("actor.zero_stage=2", "critic.zero_stage=3"),
+            only_adapters(0),
+            only_adapters(2),
+            only_adapters(3),
+        )
+    ),
 ]
 
 
@@ -110,6 +115,7 @@ def test_a_checkpoint_of_another_device_is_read(fresh, monkeypatch):
     trainer.load_state(resumed)
 
 
+@pytest.mark.slow
 def test_steps_after_the_last_checkpoint_are_done_again_and_told_once(fresh):
     whole, broken = fresh("whole"), fresh("broken")
     assert train(whole, "ppo")
@@ -161,6 +167,7 @@ def test_another_number_of_ranks_is_refused(fresh):
         trainer.checkpoints.resume()
 
 
+@pytest.mark.slow
 def test_room_is_kept_for_the_average_too(fresh, monkeypatch, capfd):
     options = configuration("ema.enabled=true", "dtype=bf16", "checkpoint.interval=1")
 

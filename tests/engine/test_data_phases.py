@@ -270,6 +270,7 @@ def _hash_rows(config, queue):
     queue.put(build_phase(config, tokenizer, "ppo").train["prompt_ids"][:])
 
 
+@pytest.mark.slow
 def test_the_split_is_the_same_in_another_process(configure, tokenizer, tmp_path):
     config = configure(pairs(60))
     here = build_phase(config, tokenizer, "ppo").train["prompt_ids"][:]

@@ -30,6 +30,7 @@ def local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FEATURES))
 def test_a_step_trains_and_saves_on_the_device(name, models, group, tmp_path):
     with fake_cuda():
@@ -54,11 +55,13 @@ def test_it_computes_what_the_cpu_computes(step, models, group, tmp_path):
         assert found == pytest.approx(expected, rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_step_resumes_on_the_device(models, group, tmp_path):
     with fake_cuda():
         resumes("ppo", models, tmp_path, "dtype=bf16")
 
 
+@pytest.mark.slow
 def test_quantised_weights_lie_on_the_device(models, group, tmp_path):
     with fake_cuda():
         mixz("ppo", models, tmp_path)

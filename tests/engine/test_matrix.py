@@ -55,6 +55,7 @@ def supported(cell: Cell) -> bool:
     return not (cell.zero_stage == 2 and cell.hybrid and cell.offload and not cell.lora)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: cell.name)
 def test_step_3_runs_every_combination_that_no_rule_refuses(cell, model, results, group, tmp_path):
     if not supported(cell):
@@ -93,6 +94,7 @@ EARLIER_STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", EARLIER_STEPS, ids=str)
 @pytest.mark.parametrize("step", ["sft", "reward"])
 def test_steps_1_and_2_run_the_features_too(step, features, model, group, tmp_path):

@@ -17,7 +17,7 @@ from engine.config.deepspeed import role_layout
 from engine.config.rules import check
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
-from engine.models.quantization import TorchQuantizer, quantize_frozen
+from engine.models.quantization import TorchQuantizer, quantize_frozen, install_quantizer
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_quantised_values_are_within_half_a_step_of_their_block():
     assert not back[:96].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_frozen_weights_take_half_and_losses_stay(
     dtype, model, group, tmp_path, monkeypatch, capfd
@@ -72,6 +73,7 @@ def test_frozen_weights_take_half_and_losses_stay(
         assert 0 < apart < 0.02 * first[tensor].abs().max() + 1e-3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, group, tmp_path):
     run = tmp_path / "run"
     options = ("dtype=bf16", "mixz.enabled=true", "checkpoint.interval=2")
@@ -84,6 +86,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, group, tmp_path):
     assert share_of_bf16(resumed.engine.module) <= 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hybrid", ["true", "false"])
 def test_step_3_generates_trains_and_saves_with_it(hybrid, model, group, tmp_path):
     options = ("dtype=bf16", "mixz.enabled=true", f"hybrid_engine.enabled={hybrid}")
@@ -123,6 +126,7 @@ def test_two_ranks_hold_half_and_learn_alike(model, tmp_path):
 
 
 def test_a_model_too_small_for_it_is_told(group):
+    install_quantizer()
     layer = torch.nn.Linear(4, 4).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.ds_numel, parameter.ds_tensor = parameter.numel(), parameter.data.flatten()

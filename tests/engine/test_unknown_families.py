@@ -42,6 +42,7 @@ def read(log: str) -> list[dict]:
     return [*records, *reader.finish()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SETTINGS)
 def test_every_step_trains_and_tells_no_operations(family, tiny_model, tmp_path, group, capfd):
     path = tiny_model(family)
