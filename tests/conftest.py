@@ -8,8 +8,8 @@ import os
 import pytest
 
 # Before torch is imported, which reads it once. Only with one thread do results repeat: the first
-# torch.tanh that two threads of a process share is now and then wrong by 1e-4, at its second call by
-# 3e-8, which seems a race in how MKL sets its accuracy.
+# torch.tanh that two threads of a process share is now and then wrong by 1e-4, the second never,
+# which seems a race in how MKL sets its accuracy.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

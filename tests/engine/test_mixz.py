@@ -17,7 +17,7 @@ from engine.config.deepspeed import role_layout
 from engine.config.rules import check
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm
-from engine.models.quantization import TorchQuantizer, quantize_frozen, install_quantizer
+from engine.models.quantization import TorchQuantizer, install_quantizer, quantize_frozen
 
 
 @pytest.fixture(scope="module")
