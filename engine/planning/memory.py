@@ -485,7 +485,7 @@ def plan_memory(
     if config.alignment == "dpo":
         steps.append(StepPlan("dpo", tuple(_dpo(config.for_step("dpo"), actor, place))))
         return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
-    if config.models.trained_reward is None:
+    if config.needs_reward_model and config.models.trained_reward is None:
         steps.append(StepPlan("reward", tuple(_reward(config.for_step("reward"), critic, place))))
     ppo = _ppo(config.for_step("ppo"), actor, critic, place, nodes)
     steps.append(StepPlan("ppo", tuple(ppo)))
@@ -590,11 +590,15 @@ def _ppo(
 ) -> Iterable[Item]:
     options, element = config.ppo, place.element
     actor = _Model.training("actor", actor_shape, "lm", config.actor, config.mixz.enabled)
-    critic = _Model.training("critic", critic_shape, "score", config.critic)
-    reward = _Model.reading(
-        "reward", critic_shape, "score", config.critic.zero_stage, config.ref.offload_reward
-    )
-    frozen = [reward] if _reference_is_shared(config) else [_reference(config, actor_shape), reward]
+    trained = [(actor, config.actor)]
+    if config.algorithm.has_critic:
+        critic = _Model.training("critic", critic_shape, "score", config.critic)
+        trained.append((critic, config.critic))
+    frozen = [] if _reference_is_shared(config) else [_reference(config, actor_shape)]
+    if config.needs_reward_model:
+        stage, offload = config.critic.zero_stage, config.ref.offload_reward
+        frozen.append(_Model.reading("reward", critic_shape, "score", stage, offload))
+    models = [*(model for model, _ in trained), *frozen]
 
     micro, accumulates = _micro_batch(options, place.ranks)
     seq = options.max_prompt_length + options.max_answer_length
@@ -603,7 +607,7 @@ def _ppo(
 
     # 1. What lies there all the time.
     yield from _process(place)
-    for model in (actor, critic, *frozen):
+    for model in models:
         yield from model.weights(place)
     if actor.quantized and nodes > 1:
         secondary = element * actor.frozen / config.launch.num_accelerators
@@ -617,25 +621,21 @@ def _ppo(
     # 3. Log-probabilities, values and scores of the answers.
     scored = generated * seq
     # One model after another gathers its parameters and lets them go.
-    gathered = [
-        item for model in (actor, critic, *frozen) for item in model.gathered(place, "score")
-    ]
-    yield from _largest(gathered)
+    yield from _largest([item for model in models for item in model.gathered(place, "score")])
     logits = logits_scoring_bytes(actor_shape, generated * answer, element, with_reference=True)
-    working = max(
-        working_bytes_per_token(shape, element) * scored for shape in (actor_shape, critic_shape)
-    )
+    shapes = {model.name: model.shape for model in models}.values()
+    working = max(working_bytes_per_token(shape, element) * scored for shape in shapes)
     yield place.item("actor", "activations and logits", max(logits, working), "score")
     saved, freed = actor.block_tensors(place, config.actor, seq, config.actor.dropout or 0.0)
     share = _HOLES_OF_SCORING_ZERO_3 if actor.stage == 3 else _HOLES_OF_SCORING
-    for name in ("train actor", "train critic"):
-        for item in actor.holes(place, scored, saved + freed, share, name):
+    for model, _ in trained:
+        for item in actor.holes(place, scored, saved + freed, share, f"train {model.name}"):
             yield replace(item, what=f"{item.what} since scoring")
 
-    # 4. Updates of actor and critic.
-    for model, role in ((actor, config.actor), (critic, config.critic)):
-        # In PPO dropout is off unless it is asked for.
-        between = tuple(f"train {other}" for other in ("actor", "critic") if other != model.name)
+    # 4. Updates of the actor, and of the critic if there is one.
+    for model, role in trained:
+        # In step 3 dropout is off unless it is asked for.
+        between = tuple(f"train {other.name}" for other, _ in trained if other != model)
         yield from model.training_states(place, accumulates, between)
         yield from model.training_activations(place, role, micro, seq, role.dropout or 0.0)
         yield from model.gathered(place, f"train {model.name}")

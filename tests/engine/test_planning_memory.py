@@ -214,6 +214,24 @@ def test_steps_follow_the_models_that_are_there():
     assert [s.step for s in plan_memory(configuration(), OPT_350M, dtype="bf16").steps] == ["ppo"]
 
 
+def test_without_a_critic_none_is_counted_and_nothing_of_its_states():
+    """Every other item is there as it was."""
+
+    def items(algorithm):
+        rlhf = {"algorithm": algorithm}
+        step = plan_memory(configuration(rlhf=rlhf), OPT_350M, dtype="bf16").steps[-1]
+        return {(i.model, i.what, i.phase): i.device_bytes for i in step.items}
+
+    ppo, grpo = items("ppo"), items("grpo")
+    gone = ppo.keys() - grpo.keys()
+    assert {model for model, _, _ in grpo} == {"process", "actor", "reference", "reward"}
+    assert all(model == "critic" or phase == "train critic" for model, _, phase in gone)
+    # of 0.331 billion parameters: in bf16, and in fp32 with both of Adam's moments
+    saved = sum(ppo[key] for key in gone if key[0] == "critic" and key[2] == "always")
+    assert saved == pytest.approx((2 + 12) * 0.331e9, rel=0.01)
+    assert {key: grpo[key] for key in grpo} == {key: ppo[key] for key in grpo}
+
+
 def test_a_cpu_holds_everything_on_the_host_of_all_its_ranks():
     plan = plan_memory(configuration(2), OPT_350M, dtype="fp32", device="cpu")
     assert plan.device_bytes == 0
