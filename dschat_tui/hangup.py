@@ -15,7 +15,6 @@ import signal
 import termios
 import threading
 import time
-from typing import Any
 
 EXIT_HUNG_UP = 128 + signal.SIGHUP
 # every mode that Textual's driver sets, off again: kitty keys, bracketed paste, reports of the
@@ -27,7 +26,7 @@ RESET = (
 
 # process groups that end with this process; who adds one takes it out when it has ended
 dependents: set[int] = set()
-_modes: list[Any] | None = None
+_modes: list[int | list[bytes | int]] | None = None
 _watcher: threading.Thread | None = None
 
 

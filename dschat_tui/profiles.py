@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dschat_tui.runs import memory_plan
 from dschat_tui.runs.memory_plan import PlanError, Report
@@ -182,9 +181,9 @@ def every() -> list[Profile]:
     return sorted(found, key=lambda profile: (GROUPS.index(profile.group), _natural(profile.name)))
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[tuple[int, float, str]]:
     """A key by which 1.7b comes before 13b."""
-    parts: list[Any] = []
+    parts = []
     for part in name.split("-"):
         number = part.rstrip("bgm")
         is_number = number.replace(".", "", 1).isdigit()
@@ -193,7 +192,7 @@ def _natural(name: str) -> list[Any]:
     return parts
 
 
-def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
+def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, object, object]]:
     """The options in which two configurations differ: key, value of the first, of the second."""
     values = [
         (option.key, get_value(first, option.key), get_value(second, option.key))

@@ -242,11 +242,9 @@ def _propose(session: Session) -> Iterator[Event]:
         raise ValueError("There is no answer to prefer yet; ask something first.")
     first = session.messages[-1]["content"]
     conversation = session.visible()[:-1]
-    temperature = max(session.settings.temperature, 1.0)
     for attempt in range(8):
-        settings = session.generation(temperature=temperature)
-        if settings["seed"] is not None:
-            settings["seed"] += attempt + 1
+        settings = session.generation(attempt + 1)
+        settings["temperature"] = max(settings["temperature"], 1.0)
         other = session.whole_answer(session.generator, conversation, settings)
         if other and other != first:
             break

@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dschat_tui.chat.events import Table
 from dschat_tui.chat.session import Session
@@ -35,7 +34,7 @@ def evaluate(session: Session, prompts: list[str], note: Callable[[str], None]) 
         for number, prompt in enumerate(prompts, 1):
             conversation = session.open_with(prompt)
             answer = session.whole_answer(generator, conversation, settings)
-            row: dict[str, Any] = {"prompt": prompt, "model": name, "answer": answer}
+            row: dict[str, object] = {"prompt": prompt, "model": name, "answer": answer}
             if judge:
                 turn = {"role": "assistant", "content": answer}
                 row["reward"] = round(judge.score([*conversation, turn]), 4)

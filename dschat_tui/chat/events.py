@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
+
+# A row of a table, by the titles of its columns.
+Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Table:
 
     kind: ClassVar[str] = "table"
     name: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: Sequence[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from dschat_tui.chat.session import Message
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Append one JSON document as a line, making the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -67,7 +68,7 @@ def read_prompts(path: Path) -> list[str]:
     return [_prompt(row, f"Row {number} of {path}") for number, row in enumerate(rows, 1)]
 
 
-def _prompt(row: Any, where: str) -> str:
+def _prompt(row: object, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else row
     if isinstance(prompt, list) and prompt and _is_message(prompt[-1]):
         prompt = prompt[-1]["content"]
@@ -76,7 +77,7 @@ def _prompt(row: Any, where: str) -> str:
     return prompt
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> TypeGuard[Message]:
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.config.steps import BY_FOLDER, STEPS
 
@@ -140,8 +140,9 @@ def _check_folder(folder: Path, tokenizer: str | None) -> None:
         )
 
 
-def _base_model(config: dict[str, Any]) -> str:
-    return config.get("_name_or_path") or f"OWNER/NAME of a {config.get('model_type')} model"
+def _base_model(config: Mapping[str, object]) -> str:
+    base = config.get("_name_or_path")
+    return str(base) if base else f"OWNER/NAME of a {config.get('model_type')} model"
 
 
 def _has_value_head(folder: Path) -> bool:

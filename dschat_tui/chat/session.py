@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Stream
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from dschat_tui.chat.events import Answer, Event, Note, Statistics, Token
-from dschat_tui.chat.settings import Settings
+from dschat_tui.chat.settings import Generation, Settings
 
 Message = dict[str, str]
 
@@ -197,12 +197,17 @@ class Session:
             yield Note("Temperature 0 answers the same again; /set temperature 0.8 varies it.")
         yield from self._answer(question)
 
-    def generation(self, **changes: Any) -> dict[str, Any]:
-        """Return the settings for a generator; a fixed seed moves on with each retry."""
-        settings = {**asdict(self.settings), **changes}
-        if settings["seed"] is not None:
-            settings["seed"] += self._attempt
-        return settings
+    def generation(self, attempt: int = 0) -> Generation:
+        """Return the settings for a generator; each retry, and each attempt, has its own seed."""
+        now = self.settings
+        return {
+            "max_new_tokens": now.max_new_tokens,
+            "temperature": now.temperature,
+            "top_p": now.top_p,
+            "top_k": now.top_k,
+            "repetition_penalty": now.repetition_penalty,
+            "seed": None if now.seed is None else now.seed + self._attempt + attempt,
+        }
 
     def fit(self, question: Message) -> tuple[list[Message], int]:
         """Cut the oldest whole turns until a question and room for its answer fit.
@@ -237,7 +242,7 @@ class Session:
         return self._with_system([{"role": "user", "content": question}])
 
     def whole_answer(
-        self, generator: Generator, conversation: list[Message], settings: dict[str, Any]
+        self, generator: Generator, conversation: list[Message], settings: Generation
     ) -> str:
         """Return an answer outside of the conversation, by any model.
 

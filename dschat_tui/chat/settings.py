@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypedDict
+
+
+class Generation(TypedDict):
+    """The settings of one answer, as a generator takes them."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    seed: int | None
 
 
 @dataclass

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
 
 from dschat_tui.logs.follow import Batch
 from dschat_tui.logs.points import Gatherer, NotFinite
 from dschat_tui.logs.quantities import NOT_MEASURED, QUANTITIES, title
 from dschat_tui.logs.records import LINES_PER_MARK, Event, Status, Update
 from engine.log import write
-from engine.log.read import LogReader
+from engine.log.read import LogReader, Record
 
 _TRAINING_BEGINS = write.running_training().removesuffix(" *****")
 _OWN_KINDS = ("note", "phase", "metrics")
@@ -21,7 +20,7 @@ _NO_QUANTITIES = {"kind", "step", "offset", "total_steps"}
 
 
 # their names, and what gives their values
-Quantities = tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]
+Quantities = tuple[tuple[str, ...], Callable[[Record], tuple[float | None, ...]]]
 
 
 class LogParser:
@@ -40,13 +39,13 @@ class LogParser:
         self._cut_from: float | None = None
         self._events: list[Event] = []
         self._is_own = False
-        self._held: list[dict[str, Any]] = []
+        self._held: list[Record] = []
         self._step = -1
         self._base = 0
         self._step_in_epoch = -1
         self._epoch = 0
         self._relaunched = False
-        self._untimed: tuple[dict[str, Any], float] | None = None
+        self._untimed: tuple[Record, float] | None = None
         self._phase, self._percent = "", None
         self._total = 0
         self._model: str | None = None
@@ -123,7 +122,7 @@ class LogParser:
                 self._events.append(Event(name, f"{name.replace('_', ' ')}: {more}", self._size))
         self._counters = counters
 
-    def _read(self, record: dict[str, Any]) -> None:
+    def _read(self, record: Record) -> None:
         kind = record["kind"]
         if kind in _OWN_KINDS:
             self._is_own = True
@@ -147,7 +146,7 @@ class LogParser:
         else:
             self._read_words(record)
 
-    def _read_metrics(self, record: dict[str, Any]) -> None:
+    def _read_metrics(self, record: Record) -> None:
         step = record["step"]
         held, self._held = self._held, []
         if step < self._step and not self._relaunched:
@@ -181,7 +180,7 @@ class LogParser:
         self._advance(self._base + step)
         return self._base + step
 
-    def _read_in_its_turn(self, record: dict[str, Any]) -> None:
+    def _read_in_its_turn(self, record: Record) -> None:
         if record["kind"] == "throughput":
             self._read_throughput(record, record["index"])
             return
@@ -189,14 +188,14 @@ class LogParser:
         if step is not None:
             self._read_ppo(record, step)
 
-    def _read_throughput(self, record: dict[str, Any], step: float) -> None:
+    def _read_throughput(self, record: Record, step: float) -> None:
         self._step = max(self._step, int(step))
         self._phase = "training"
         latency = record["latency_s"]
         tokens = record["batch_size"] * record["sequence_length"] / latency if latency else None
         self._add_all({**record, "tokens_per_s": tokens}, step)
 
-    def _read_ppo(self, record: dict[str, Any], step: float) -> None:
+    def _read_ppo(self, record: Record, step: float) -> None:
         self._phase = "training"
         if self._untimed is not None:
             # the hybrid engine prints the times of a step only after its record was given
@@ -205,7 +204,7 @@ class LogParser:
         self._untimed = (record, step) if record["e2e_s"] is None else None
         self._add_all(record, step)
 
-    def _read_loss(self, record: dict[str, Any]) -> None:
+    def _read_loss(self, record: Record) -> None:
         if record["step"] is None:
             text = f"mean loss {record['loss']:.4g}" if record["loss"] is not None else ""
             self._event_of_epoch(record, text)
@@ -219,7 +218,7 @@ class LogParser:
         if step is not None:
             self._add("loss", record["loss"], step, record)
 
-    def _read_reward_eval(self, record: dict[str, Any]) -> None:
+    def _read_reward_eval(self, record: Record) -> None:
         step = record.get("step")
         step = self._step + 1 if step is None or self._step > step else step
         chosen, rejected, accuracy = (record.get(n) for n in ("chosen", "rejected", "accuracy"))
@@ -235,13 +234,13 @@ class LogParser:
         if accuracy is not None or chosen is None:  # the original's DPO has rewards alone
             self._event_of_epoch(record, f"accuracy {_measured(accuracy)}")
 
-    def _read_optimizer(self, record: dict[str, Any]) -> None:
+    def _read_optimizer(self, record: Record) -> None:
         if not self._is_own and record["lr"]:
             role = f"{record['engine']}_learning_rate"
             name = role if self._reader.step == "ppo" else "learning_rate"
             self._add(name, record["lr"][0], max(self._step, 0), record)
 
-    def _read_words(self, record: dict[str, Any]) -> None:
+    def _read_words(self, record: Record) -> None:
         kind, offset = record["kind"], record.get("offset", 0)
         if kind == "phase":
             if record["name"] != self._phase:
@@ -253,17 +252,15 @@ class LogParser:
         else:
             self._events.append(Event(kind, record["text"], offset))
 
-    def _event_of_epoch(self, record: dict[str, Any], text: str) -> None:
+    def _event_of_epoch(self, record: Record, text: str) -> None:
         if text and record.get("epoch") is not None:
             when = f"epoch {record['epoch']}" if record["epoch"] else "before training"
             self._events.append(Event("evaluation", f"{when}: {text}", record.get("offset", 0)))
 
-    def _add(self, name: str, value: float | None, step: float, record: dict[str, Any]) -> None:
+    def _add(self, name: str, value: float | None, step: float, record: Record) -> None:
         self._gatherer.add((name,), (value,), step, record.get("offset", 0))
 
-    def _add_all(
-        self, record: dict[str, Any], step: float, metrics: Mapping[str, Any] | None = None
-    ) -> None:
+    def _add_all(self, record: Record, step: float, metrics: Record | None = None) -> None:
         """Add the described quantities of a record, and all that its line of metrics has."""
         _add_other(record)
         keys = tuple(record)
@@ -283,7 +280,7 @@ class LogParser:
             self._events.append(Event("not_finite", text, found.offset))
 
 
-def _add_other(record: dict[str, Any]) -> None:
+def _add_other(record: Record) -> None:
     """Add the time of a step that is neither generation nor training, where both are known."""
     whole, generate, train = map(record.get, ("e2e_s", "generate_s", "train_s"))
     if whole is not None and generate is not None and train is not None:
@@ -294,7 +291,7 @@ def _measured(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.4g}"
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+def _getter(names: tuple[str, ...]) -> Callable[[Record], tuple[float | None, ...]]:
     """What gives the values of these names as a tuple."""
     if len(names) > 1:
         return itemgetter(*names)

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _GREATEST = sys.float_info.max
 
@@ -38,12 +38,14 @@ class Gatherer:
     def __init__(self) -> None:
         self._points: dict[str, Points] = {}
         self._names: tuple[str, ...] = ()
-        self._rows: list[Sequence[Any]] = []
+        self._rows: list[Sequence[float | None]] = []
         self._steps: list[float] = []
         self._offsets: list[int] = []
         self._not_finite: list[NotFinite] = []
 
-    def add(self, names: tuple[str, ...], values: Sequence[Any], step: float, offset: int) -> None:
+    def add(
+        self, names: tuple[str, ...], values: Sequence[float | None], step: float, offset: int
+    ) -> None:
         """Add a record's values by name; None stands for one that it does not have."""
         if names != self._names:
             self._flush()

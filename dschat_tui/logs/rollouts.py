@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dschat_tui.logs.follow import LONGEST_LINE_BYTES, Batch
 
@@ -41,7 +41,7 @@ def parse_rows(batch: Batch) -> list[Row]:
     return rows
 
 
-def _parse(line: str | bytes) -> dict[str, Any] | None:
+def _parse(line: str | bytes) -> dict[str, object] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -49,11 +49,11 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     return value if isinstance(value, int) and abs(value) < 2**31 else 0
 
 

@@ -104,9 +104,7 @@ def describe(run: RunFolder) -> Described:
             "checkpoints": {},
             "state": unknown_run_state(),
         }
-    checkpoints: dict[str, list[int]] = {
-        step.name: [manifest["step"] for manifest in run.checkpoints(step)] for step in STEPS
-    }
+    checkpoints: dict[str, list[int]] = {step.name: run.checkpoints(step) for step in STEPS}
     return {
         "name": run.path.name,
         "path": str(run.path),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from engine.config.loading import get_value
 from engine.config.schema import RunConfig
 from engine.config.steps import BY_NAME, StepName
 
-Assignments = dict[str, Any]
+Assignments = dict[str, object]
 Fix = Callable[[RunConfig, StepName], Assignments]
 
 SLOWER = 0.1

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dschat_tui.runs.state import (
     PENDING,
@@ -50,9 +49,9 @@ class RunFolder:
         """The model folders that a step must leave behind, complete, to be done."""
         return [self.step_folder(step) / name for name in step.model_folders(ema, critic)]
 
-    def checkpoints(self, step: Step) -> list[dict[str, Any]]:
-        """The manifests of a step's whole checkpoints, oldest first."""
-        return [manifest for _, manifest in layout.whole_checkpoints(self.step_folder(step))]
+    def checkpoints(self, step: Step) -> list[int]:
+        """The optimizer steps after which a step has whole checkpoints, in order."""
+        return [int(m["step"]) for _, m in layout.whole_checkpoints(self.step_folder(step))]
 
     @contextmanager
     def lock(self, wait: bool) -> Iterator[None]:

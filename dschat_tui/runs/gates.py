@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from dschat_tui.runs.state import DONE, FinalMetrics, GateRecord, RunState, has_state
 from engine.config.loading import get_value
@@ -60,7 +59,7 @@ def missed(config: RunConfig, step: str, metrics: FinalMetrics) -> list[GateReco
     return found
 
 
-def _reaches(reading: Any, threshold: float, is_upper: bool) -> bool:
+def _reaches(reading: float | str | None, threshold: float, is_upper: bool) -> bool:
     # metrics have NaN as text
     if not isinstance(reading, (int, float)):
         return False

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dschat_tui.logs.quantities import NOT_MEASURED
 from dschat_tui.runs import control, gates
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.results import was_evaluated
 from dschat_tui.runs.state import FAILED, RunState, steps_of
+from dschat_tui.text import figure
 from engine.config.loading import ConfigError, read_yaml
 
 ABSENT = "-"
@@ -60,7 +60,7 @@ def _result(state: RunState) -> str:
         title, metric = step.headline
         metrics = record["metrics"]
         if metrics.get(metric) is not None:
-            parts.append(f"{title} {_short(metrics[metric])}")
+            parts.append(f"{title} {figure(metrics[metric])}")
         elif was_evaluated(metrics):
             parts.append(f"{title} {NOT_MEASURED}")
         if record["state"] == FAILED and record["cause"]:
@@ -68,7 +68,7 @@ def _result(state: RunState) -> str:
     return ", ".join(parts)
 
 
-def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def differing_options(configs: Sequence[Mapping[str, object]]) -> list[tuple[str, list[str]]]:
     """Options whose values differ between configurations, each with its value in every one."""
     return _differing([dict(_leaves(config)) for config in configs])
 
@@ -77,7 +77,7 @@ def final_metrics(states: Sequence[RunState]) -> list[tuple[str, list[str]]]:
     """The final metrics of all steps, each with its value in every run."""
     tables_of_runs = [
         {
-            f"{step.title}: {name.replace('_', ' ')}": _short(value)
+            f"{step.title}: {name.replace('_', ' ')}": figure(value)
             for step, record in steps_of(state)
             for name, value in record["metrics"].items()
         }
@@ -114,13 +114,9 @@ def _differing(flat: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]
     return found
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", "empty" if value is None else str(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

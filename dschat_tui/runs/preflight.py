@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from dschat_tui.machine import GIB
 from dschat_tui.runs import control, hosts, launch, memory_plan
@@ -181,7 +181,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
 def vocabulary_hash(folder: Path) -> str | None:
     """Hash of the map from tokens to ids of a tokenizer on disk, without tokens added later."""
     tokenizer = folders.read_json(folder / "tokenizer.json")
-    vocabulary: Any = tokenizer and (tokenizer.get("model") or {}).get("vocab")
+    vocabulary = tokenizer and (tokenizer.get("model") or {}).get("vocab")
     if vocabulary is None:
         vocabulary = folders.read_json(folder / "vocab.json")
     if vocabulary is None:
@@ -385,8 +385,16 @@ def _check_unknown_family(
     ]
 
 
+class _Abilities(TypedDict):
+    """What a model can be: the problem with each role, None where there is none; its layers."""
+
+    causal_lm: str | None
+    reward_model: str | None
+    linear_layers: list[str]
+
+
 @cache
-def _abilities(folder: str, modified: int, trust_remote_code: bool) -> dict[str, Any]:
+def _abilities(folder: str, modified: int, trust_remote_code: bool) -> _Abilities:
     """What `engine.models.probe` finds about a model; `modified` is when its config was.
 
     It takes some seconds, as it imports torch.
@@ -395,7 +403,7 @@ def _abilities(folder: str, modified: int, trust_remote_code: bool) -> dict[str,
     command += ["--trust-remote-code"] if trust_remote_code else []
     process = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if process.returncode == 0:
-        found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+        found: _Abilities = json.loads(process.stdout.splitlines()[-1])
         return found
     said = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
     problem = f"its class cannot be built: {said[-1]}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from dschat_tui.runs.state import FinalMetrics
+
 METRICS_FILE = "metrics.jsonl"
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[FinalMetrics]:
     """The whole records of a metrics.jsonl; a line that is still being written is left out."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -26,11 +26,11 @@ def read_records(path: Path) -> Iterator[Record]:
         return
 
 
-def final_metrics(step: str, step_folder: Path) -> Record:
+def final_metrics(step: str, step_folder: Path) -> FinalMetrics:
     """The final numbers of a step by name; only those that its metrics.jsonl tells."""
     records = list(read_records(step_folder / METRICS_FILE))
     steps = [record for record in records if record.get("kind") == "metrics"]
-    found: Record = {"steps": len(steps)}
+    found: FinalMetrics = {"steps": len(steps)}
     if step == "sft":
         evals = [record for record in records if record.get("kind") == "eval"]
         found |= _first_and_last(evals, "ppl", "ppl_before", "ppl_after")
@@ -46,7 +46,7 @@ def final_metrics(step: str, step_folder: Path) -> Record:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def was_evaluated(metrics: Record) -> bool:
+def was_evaluated(metrics: FinalMetrics) -> bool:
     """Whether a number that is missing among a step's final ones was looked for in vain.
 
     Steps 1 and 2 are evaluated before they train.
@@ -54,11 +54,10 @@ def was_evaluated(metrics: Record) -> bool:
     return bool(metrics.get("steps"))
 
 
-def _first_and_last(records: list[Record], key: str, first: str, last: str) -> Record:
+def _first_and_last(records: list[FinalMetrics], key: str, first: str, last: str) -> FinalMetrics:
     values = [record[key] for record in records if record.get(key) is not None]
     return {first: values[0], last: values[-1]} if values else {}
 
 
-def _difference(a: Any, b: Any) -> float | None:
-    both_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-    return a - b if both_numbers else None
+def _difference(a: float | str | None, b: float | str | None) -> float | None:
+    return a - b if isinstance(a, (int, float)) and isinstance(b, (int, float)) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from dschat_tui.runs import gates, preflight
 from dschat_tui.runs.control import supervisor_of
@@ -35,8 +34,8 @@ class Change:
     """One option that differs from what the run had."""
 
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
     def __str__(self) -> str:
         return f"{self.key}: {json.dumps(self.before)} -> {json.dumps(self.after)}"
@@ -68,7 +67,7 @@ class Resumption:
     def after(self) -> int | None:
         """The number of optimizer steps in the checkpoint to go on from; None: there is none."""
         checkpoints = self.run.checkpoints(self.first)
-        return None if self.anew or not checkpoints else int(checkpoints[-1]["step"])
+        return None if self.anew or not checkpoints else checkpoints[-1]
 
 
 def prepare_resume(

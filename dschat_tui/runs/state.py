@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from engine.config.steps import BY_NAME, STEPS, Step
 from engine.log.causes import Cause
@@ -77,8 +77,8 @@ class OptionChange(TypedDict):
 
     time: float
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
 
 class RunState(TypedDict):
