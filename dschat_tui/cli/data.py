@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from dschat_tui.cli.shared import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from transformers import PreTrainedTokenizerBase
+
     from engine.config.schema import DataSource, RunConfig
 
 data_app = group("Data sets: which there are, what one holds, what a step sees of it.")
@@ -152,7 +156,7 @@ def _check_readable(source: DataSource) -> None:
         refuse(str(error))
 
 
-def _tokenizer(config: RunConfig) -> tuple[Any, str | None]:
+def _tokenizer(config: RunConfig) -> tuple[PreTrainedTokenizerBase, str | None]:
     """The tokenizer as step 1 uses it, and the chat template that came with it."""
     from dschat_tui.runs.models import actor_of
     from engine.data.templates import install_template
@@ -168,7 +172,7 @@ def _tokenizer(config: RunConfig) -> tuple[Any, str | None]:
     return tokenizer, own
 
 
-def _write_lines(output: Path, rows: Any) -> int:
+def _write_lines(output: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Write rows beside the file and rename, so that it is whole or not there; how many."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.new")
     count = 0

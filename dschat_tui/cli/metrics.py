@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dschat_tui.cli.shared import JsonFlag, refuse
 from dschat_tui.text import aligned, figure, plain
+
+if TYPE_CHECKING:
+    from engine.log.documents import LogDocument
+    from engine.log.read import Record
 
 EXTREMES = ("least", "greatest")
 COUNTERS = ("epoch", "step", "index", "rank", "ppo_epoch", "batch_size", "total_steps")
@@ -25,23 +29,19 @@ def metrics(
     log = path / "training.log" if (path / "training.log").is_file() else path
     if log.is_file():
         document = documents.read_document(log)
-    elif path.is_dir():
-        document = documents.read_run(path)
-        if not document["steps"]:
-            refuse(f"{path} holds no training.log of a step. Give the folder of a run, or a log")
-    else:
-        refuse(f"{path} does not exist. Give the folder of a run, or a training.log")
-    if json_output:
-        typer.echo(documents.to_json(document))
+        typer.echo(documents.to_json(document) if json_output else _log_text(document))
         return
-    typer.echo(_document_text(document))
+    if not path.is_dir():
+        refuse(f"{path} does not exist. Give the folder of a run, or a training.log")
+    run = documents.read_run(path)
+    if not run["steps"]:
+        refuse(f"{path} holds no training.log of a step. Give the folder of a run, or a log")
+    parts = (f"{name}\n{_log_text(each)}" for name, each in run["steps"].items())
+    typer.echo(documents.to_json(run) if json_output else "\n\n".join(parts))
 
 
-def _document_text(document: dict[str, Any]) -> str:
-    """What the log of a step, or of each step of a run, says."""
-    if "steps" in document:
-        parts = [f"{name}\n{_document_text(part)}" for name, part in document["steps"].items()]
-        return "\n\n".join(parts)
+def _log_text(document: LogDocument) -> str:
+    """What the log of a step says: its end, notes, and a table of quantities per kind of line."""
     lines = [f"step {document['step']}, {document['state']}"]
     if document["returncode"] is not None:
         lines[0] += f", exit code {document['returncode']}"
@@ -51,7 +51,7 @@ def _document_text(document: dict[str, Any]) -> str:
     events = {name: count for name, count in document["events"].items() if count}
     if events:
         lines.append("events: " + ", ".join(f"{name} {count}" for name, count in events.items()))
-    by_kind: dict[str, list[dict[str, Any]]] = {}
+    by_kind: dict[str, list[Record]] = {}
     for record in document["records"]:
         if record["kind"] in ("note", "warning"):
             lines.append(f"{record['kind']}: {plain(record['text'])}")
@@ -64,8 +64,8 @@ def _document_text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _quantities(records: list[dict[str, Any]]) -> list[list[str]]:
-    """A row a quantity: its first and last value, its least and greatest finite one."""
+def _quantities(records: list[Record]) -> list[list[str]]:
+    """A row per quantity: its first and last value, its least and greatest finite one."""
     rows = []
     for name in dict.fromkeys(name for record in records for name in record):
         values = [r[name] for r in records if isinstance(r.get(name), (int, float))]

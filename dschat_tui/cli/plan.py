@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -61,7 +61,7 @@ def plan(
 def _as_json(report: Report) -> str:
     """The report as one document; bytes of one rank, at the peak of each step."""
     plan = report.plan
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "device": plan.device,
         "dtype": plan.dtype,
         "ranks": plan.ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
 from dschat_tui.profiles import GROUPS, Profile, comment_lines, differences, every
 from dschat_tui.text import aligned, gib, option_text, plain
@@ -47,7 +47,7 @@ def as_json(profiles: list[Profile]) -> str:
     return json.dumps([_document(profile) for profile in profiles], indent=2)
 
 
-def _document(profile: Profile) -> dict[str, Any]:
+def _document(profile: Profile) -> dict[str, object]:
     report, config = profile.report, profile.config
     return {
         "name": profile.name,
@@ -98,16 +98,21 @@ def differences_as_table(first: str, second: str) -> str:
 
 def differences_as_json(first: str, second: str) -> str:
     """The same as one document: from each key to its two values."""
-    one, other = (load_profile(name).model_dump(mode="json") for name in (first, second))
-    keys = [key for key, _, _ in differences(load_profile(first), load_profile(second))]
-    return json.dumps({key: [_at(one, key), _at(other, key)] for key in keys}, indent=2)
+    configs = load_profile(first), load_profile(second)
+    one, other = (_flat(config.model_dump(mode="json")) for config in configs)
+    return json.dumps(
+        {key: [one[key], other[key]] for key, _, _ in differences(*configs)}, indent=2
+    )
 
 
-def _at(document: dict[str, Any], key: str) -> Any:
-    value: Any = document
-    for part in key.split("."):
-        value = value[part]
-    return value
+def _flat(document: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """The values of a document by dotted keys, of mappings too."""
+    found: dict[str, object] = {}
+    for name, value in document.items():
+        found[f"{prefix}{name}"] = value
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found
 
 
 def as_markdown() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -201,7 +201,7 @@ def _show_plan(plan: Plan, json_output: bool) -> None:
     port = plan.config.launch.master_port or launch.free_port()
     commands = {s.name: launch.step_command(plan.config, plan.run, s, port) for s in plan.steps}
     if json_output:
-        document: dict[str, Any] = {
+        document: dict[str, object] = {
             "output": str(plan.run.path),
             "config": plan.config.model_dump(mode="json"),
             "commands": commands,

@@ -5,16 +5,34 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from engine.config.steps import STEPS
+from engine.log.causes import Cause
 from engine.log.read import LogReader, Record
 
 _BLOCK = 1 << 20
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """The whole of one log: step, state, return code, cause, records and events.
+class LogDocument(TypedDict):
+    """The whole of one log; `events` counts what happened, by name."""
+
+    step: str | None
+    state: str
+    returncode: int | None
+    cause: Cause | None
+    records: list[Record]
+    events: dict[str, int]
+
+
+class RunDocument(TypedDict):
+    """The logs of a run, by step."""
+
+    steps: dict[str, LogDocument]
+
+
+def read_document(path: Path) -> LogDocument:
+    """The whole of one log.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,7 +59,7 @@ def read_document(path: Path) -> dict[str, Any]:
     }
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> RunDocument:
     """The documents of the steps of a run's folder that have begun, under `steps`.
 
     A log without end is `running` where run.json says so.
@@ -49,7 +67,7 @@ def read_run(path: Path) -> dict[str, Any]:
     Raises:
         OSError: a log cannot be read.
     """
-    steps = {}
+    steps: dict[str, LogDocument] = {}
     for step in STEPS:
         log = path / step.folder / "training.log"
         if not log.is_file():
@@ -70,12 +88,12 @@ def _is_running(run: Path, step: str) -> bool:
         return False
 
 
-def to_json(document: Any, indent: int | None = None) -> str:
+def to_json(document: object, indent: int | None = None) -> str:
     """A document as JSON; nan and infinities are the strings "nan", "inf", "-inf"."""
     return json.dumps(_without_nonfinite(document), indent=indent, allow_nan=False)
 
 
-def _without_nonfinite(value: Any) -> Any:
+def _without_nonfinite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
