@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
@@ -55,7 +55,18 @@ class Manifest:
     size: int
 
 
-class Checkpoints:
+State = TypeVar("State", bound=Mapping[str, Any])
+
+
+@dataclass(frozen=True)
+class Resumed(Generic[State]):
+    """Where a step goes on: after so many steps, with the state that its trainer gave then."""
+
+    step: int
+    state: State
+
+
+class Checkpoints(Generic[State]):
     """The checkpoints of one step, written by all ranks together.
 
     One appears under its name when it is whole: a kill in the middle leaves the older ones. Frozen
@@ -79,11 +90,8 @@ class Checkpoints:
         self._interval = interval
         self._keep_last = keep_last
 
-    def resume(self) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into the engines.
-
-        Returns:
-            the state given to `after_step`, with `step`; None if there is no checkpoint.
+    def resume(self) -> Resumed[State] | None:
+        """Load the newest whole checkpoint into the engines; None if there is no checkpoint.
 
         Raises:
             ValueError: it was written by another number of ranks, or with other frozen weights.
@@ -111,11 +119,9 @@ class Checkpoints:
             for name in ("metrics.jsonl", "rollouts.jsonl"):
                 _forget_from(self._step_folder / name, manifest.step)
         self._report.note(f"resumed after step {manifest.step}")
-        return {**own, "step": manifest.step}
+        return Resumed(manifest.step, own)
 
-    def after_step(
-        self, step: int, state: Callable[[], dict[str, Any]], score: float | None
-    ) -> bool:
+    def after_step(self, step: int, state: Callable[[], State], score: float | None) -> bool:
         """Write a checkpoint if one is due or a stop was asked for.
 
         Args:
@@ -162,7 +168,7 @@ class Checkpoints:
         asked = rank() == 0 and self._stop_request.exists()
         return max_over_ranks(float(asked)) > 0
 
-    def _save(self, step: int, state: dict[str, Any], score: float | None) -> None:
+    def _save(self, step: int, state: State, score: float | None) -> None:
         started = time.perf_counter()
         temporary = self._folder / f".{checkpoint_name(step)}.new"
         while not self._write(temporary, state):
@@ -184,7 +190,7 @@ class Checkpoints:
         seconds = time.perf_counter() - started
         self._report.note(f"checkpoint of step {step} written in {seconds:.1f} s")
 
-    def _write(self, temporary: Path, state: dict[str, Any]) -> bool:
+    def _write(self, temporary: Path, state: State) -> bool:
         """Write all parts; False, on all ranks, when the disk has no room for them."""
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -214,7 +220,7 @@ class Checkpoints:
             no_room = True
         return max_over_ranks(float(no_room)) == 0
 
-    def _expected_size(self, state: dict[str, Any]) -> int:
+    def _expected_size(self, state: State) -> int:
         """Bytes that the next checkpoint takes: as the last one, else by what is written."""
         (of_ranks,) = sum_over_ranks(
             sum(value.nbytes for value in _flat(state) if isinstance(value, Tensor))
@@ -255,7 +261,7 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _flat(state: dict[str, Any]) -> Iterator[Any]:
+def _flat(state: Mapping[str, Any]) -> Iterator[Any]:
     """The values of a state, those in lists apart."""
     for value in state.values():
         yield from value if isinstance(value, list) else (value,)

@@ -134,14 +134,12 @@ class PairCollator:
 
 
 @dataclass(frozen=True)
-class LabelledPairCollator:
+class LabelledPairCollator(PairCollator):
     """Rows of pairs with their `prompt_length` to tensors that tell answers from prompts."""
-
-    pad_token_id: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """As `PairCollator`, and `labels` `(2 * pairs, seq)`: -100 on prompts and padding."""
-        batch = PairCollator(self.pad_token_id)(rows)
+        batch = super().__call__(rows)
         starts = torch.tensor([row["prompt_length"] for row in rows] * 2).unsqueeze(1)
         is_prompt = torch.arange(batch["input_ids"].shape[1]) < starts
         ignored = is_prompt | ~batch["attention_mask"].bool()

@@ -177,11 +177,11 @@ class PPOTrainer:
         report, per_epoch = self.context.report, len(self.batches)
         resumed = self.checkpoints.resume()
         if resumed:
-            self.load_state(resumed)
+            self.load_state(resumed.state)
         elif self.options.normalize_reward and self.engine.reward is not None:
             self.measure_scores()
         report.line(write.running_training(self.optimizer_steps))
-        first = resumed["step"] if resumed else 0
+        first = resumed.step if resumed else 0
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, per_epoch)
             if index == 0:

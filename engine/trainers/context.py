@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -166,7 +167,7 @@ class StepContext:
         if problem is not None:
             self.report.warning(problem)
 
-    def checkpoints(self, engines: Mapping[str, DeepSpeedEngine]) -> Checkpoints:
+    def checkpoints(self, engines: Mapping[str, DeepSpeedEngine]) -> Checkpoints[Any]:
         """The checkpoints of this step's engines."""
         options = self.config.checkpoint
         return Checkpoints(

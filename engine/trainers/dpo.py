@@ -21,12 +21,11 @@ from engine.trainers.setup import reference_engine, reference_of
 class DPOTrainer(PairTrainer):
     """Trains the SFT model by its implicit rewards: how much likelier than before an answer is."""
 
+    collator = LabelledPairCollator
     evaluation = DPOEvaluation
 
     def __init__(self, context: StepContext) -> None:
-        super().__init__(
-            context, "actor", context.config.dpo, context.sft_model(), LabelledPairCollator
-        )
+        super().__init__(context, "actor", context.config.dpo, context.sft_model())
         self.ref = reference_engine(context, self.tokenizer, self.plan)
 
     def load_model(self) -> PreTrainedModel:

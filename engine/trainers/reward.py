@@ -19,12 +19,13 @@ from engine.trainers.pairs import PairTrainer
 class RewardTrainer(PairTrainer):
     """Trains a scalar score on pairs (InstructGPT, equation 1); its head always trains."""
 
+    collator = PairCollator
     evaluation = RewardEvaluation
 
     def __init__(self, context: StepContext) -> None:
         base = context.config.models.reward
         source = context.sft_model() if base == "sft" else context.resolve_model(base)
-        super().__init__(context, "critic", context.config.reward, source, PairCollator)
+        super().__init__(context, "critic", context.config.reward, source)
 
     def load_model(self) -> RewardModel:
         """The base model with a head for the score."""

@@ -4,85 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.algorithms.averages import mean
 from engine.algorithms.language_modeling import IGNORED_LABEL, causal_lm_loss, perplexity
-from engine.data.batches import GlobalBatches, SftCollator, row_lengths
+from engine.data.batches import SftCollator
 from engine.distributed import device, rank, sum_over_ranks, world_size
 from engine.log import write
 from engine.log.entries import PerplexityEvaluation, SFTStep, TrainingSpeed
-from engine.models.adapters import save_adapters
-from engine.models.save import save_model
 from engine.planning.flops import training_flops
-from engine.trainers.context import StepContext, length_of_training
+from engine.trainers.context import StepContext
 from engine.trainers.engines import backward, engine_step, learning_rates
-from engine.trainers.setup import trained_model
-from engine.trainers.watchdog import Watchdog
+from engine.trainers.supervised import SupervisedTrainer
 
 
-class SFTTrainer:
-    """Trains the base model on answers; perplexity before and after each epoch."""
+class SFTState(TypedDict):
+    """What a checkpoint of step 1 keeps beside the engine."""
+
+    perplexity: float | None
+
+
+class SFTTrainer(SupervisedTrainer[SFTState]):
+    """Trains the base model on answers; measures perplexity."""
+
+    phase = "sft"
+    columns = ("input_ids",)
+    collator = SftCollator
+    measured = "perplexity"
 
     def __init__(self, context: StepContext) -> None:
-        self.context = context
-        config, options = context.config, context.config.sft
+        source = context.resolve_model(context.config.models.actor)
+        super().__init__(context, "actor", context.config.sft, source)
+        self.kept = {"perplexity": None}
 
-        # 1. The tokenizer and the data.
-        self.source = source = context.resolve_model(config.models.actor)
-        self.tokenizer = context.load_tokenizer(source)
-        self.data = context.build_data(self.tokenizer, "sft")
-        context.warn_if_nothing_is_held_out(self.data, "perplexity")
-        self.collate = SftCollator(self.tokenizer.pad_token_id)
-        lengths = row_lengths(self.data.train, "input_ids")
-        self.batches = GlobalBatches(lengths, options.batch_size, config.seed)
-        self.total_steps = length_of_training(options, self.batches, options.batch_size)
+    def load_model(self) -> PreTrainedModel:
+        """The base model."""
+        return self.context.load_actor(self.source, self.tokenizer, self.layout.dropout)
 
-        # 2. The model in its engine.
-        def load() -> PreTrainedModel:
-            return context.load_actor(source, self.tokenizer, config.actor.dropout)
+    def score(self) -> float | None:
+        """The perplexity, negated."""
+        perplexity = self.kept["perplexity"]
+        return None if perplexity is None else -perplexity
 
-        context.warn_of_warmup(self.total_steps)
-        trained = trained_model(context, "actor", options, options, self.total_steps, load)
-        self.engine, self.shape, self.plan = trained.engine, trained.shape, trained.plan
-        self.parameters = trained.parameters
-        self.checkpoints = context.checkpoints({"sft": self.engine})
-        self.watchdog = Watchdog(context.report, {"actor": self.engine})
-        self.perplexity: float | None = None
-
-    def train(self) -> bool:
-        """Run all optimizer steps, with evaluations before, between and after epochs.
-
-        Goes on after the newest checkpoint, if there is one.
-
-        Returns:
-            whether all steps are done; else a stop was asked for.
-        """
-        options, report = self.context.config.sft, self.context.report
-        per_epoch = len(self.batches)
-        report.line(write.running_training())
-        resumed = self.checkpoints.resume() or {"step": 0, "perplexity": None}
-        self.perplexity = resumed["perplexity"]
-        if resumed["step"] == 0:
-            self.evaluate(epoch=0, step=-1)
-        for step in range(resumed["step"], self.total_steps):
-            epoch, index = divmod(step, per_epoch)
-            if index == 0:
-                report.line(write.beginning_of_epoch(epoch + 1, options.epochs, per_epoch))
-            self.train_step(step, epoch, self.batches.epoch(epoch)[index])
-            between = options.eval_interval and (step + 1) % options.eval_interval == 0
-            if between or index + 1 == per_epoch or step + 1 == self.total_steps:
-                self.evaluate(epoch + 1, step)
-            score = None if self.perplexity is None else -self.perplexity
-            if self.checkpoints.after_step(
-                step + 1, lambda: {"perplexity": self.perplexity}, score
-            ):
-                return False
-        return True
-
-    def train_step(self, step: int, epoch: int, rows: Sequence[int]) -> None:
+    def train_step(self, step: int, rows: Sequence[int]) -> None:
         """One optimizer step on a global batch of rows."""
         config, report = self.context.config, self.context.report
         started = time.perf_counter()
@@ -117,11 +84,12 @@ class SFTTrainer:
                 self.shape,
                 batch_rows,
                 batch_width,
-                checkpointing=config.actor.gradient_checkpointing,
-                frozen_base=config.actor.lora.only,
+                checkpointing=self.layout.gradient_checkpointing,
+                frozen_base=self.layout.lora.only,
             )
         if config.logging.print_loss:
             own_loss = float(loss_sum) / max(1, trained_tokens)
+            epoch = step // len(self.batches)
             report.every_rank(write.step_loss(epoch, step, rank(), own_loss))
         loss = loss_everywhere / max(1.0, trained_tokens_everywhere)
         report.write(
@@ -136,9 +104,7 @@ class SFTTrainer:
                 total_steps=self.total_steps,
             )
         )
-        if (step + 1) % config.logging.optimizer_interval == 0:
-            report.optimizer(self.engine)
-        self.watchdog.check(step, {"loss": loss, "gradient_norm": gradient_norm})
+        self.check(step, loss, gradient_norm)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss of a batch and the number of tokens it was summed over."""
@@ -150,20 +116,11 @@ class SFTTrainer:
 
     @torch.no_grad()
     def evaluate(self, epoch: int, step: int) -> None:
-        """Perplexity over the trained tokens of the held-out rows, over all ranks.
-
-        None, "NA" in the log, where no row is held out.
-
-        Args:
-            epoch: from 1; 0 before training.
-            step: the last optimizer step done, from 0; -1 before training.
-        """
-        options, report = self.context.config.sft, self.context.report
+        """Perplexity over the trained tokens of the held-out rows, over all ranks."""
         self.engine.eval()
         loss_sum, tokens = 0.0, 0.0
-        for rows, is_counted in self.context.eval_batches(
-            len(self.data.eval), options.eval_batch_size
-        ):
+        batches = self.context.eval_batches(len(self.data.eval), self.options.eval_batch_size)
+        for rows, is_counted in batches:
             batch = self.collate([self.data.eval[row] for row in rows])
             batch_loss, batch_tokens = self.loss(batch)
             if is_counted:
@@ -171,15 +128,7 @@ class SFTTrainer:
                 tokens += float(batch_tokens)
         self.engine.train()
         loss = mean(*sum_over_ranks(loss_sum, tokens))
-        self.perplexity = perplexity(loss)
-        report.write(PerplexityEvaluation(step, epoch, options.epochs, self.perplexity, loss))
-
-    def save(self) -> None:
-        """Write the model as a complete Hugging Face folder."""
-        report = self.context.report
-        report.line(write.saving_model())
-        folder = self.context.folder / "model"
-        save_model(self.engine.module, self.tokenizer, folder)
-        if self.context.config.actor.lora.export:
-            save_adapters(self.engine.module, self.source, self.context.folder / "adapters")
-        report.line(write.step_finished(str(folder)))
+        self.kept["perplexity"] = value = perplexity(loss)
+        self.context.report.write(
+            PerplexityEvaluation(step, epoch, self.options.epochs, value, loss)
+        )

@@ -99,7 +99,7 @@ def test_a_checkpoint_of_adapters_is_refused_on_another_base(fresh):
                 trainer.checkpoints.resume()
             return
         trainer.checkpoints.after_step(1, trainer_state, 0.0)
-        assert trainer.checkpoints.resume()["step"] == 1
+        assert trainer.checkpoints.resume().step == 1
 
 
 def test_a_checkpoint_of_another_device_is_read(fresh, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_another_device_is_read(fresh, monkeypatch):
         # As if every tensor had been on a GPU, which this machine may lack.
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
         trainer.checkpoints._save(1, trainer.state(), 0.0)
-    resumed = trainer.checkpoints.resume()
+    resumed = trainer.checkpoints.resume().state
     assert {shard.device.type for shard in resumed["actor_ema"]} == {"cpu"}
     trainer.load_state(resumed)
 
@@ -154,7 +154,7 @@ def test_a_kill_while_writing_leaves_the_older_checkpoint(fresh):
     whole = folder / "step1-sft/checkpoints/step-00000002"
     whole.mkdir()
     assert [manifest.step for _, manifest in trainer.checkpoints.whole()] == [1]
-    assert trainer.checkpoints.resume()["step"] == 1
+    assert trainer.checkpoints.resume().step == 1
 
 
 def test_another_number_of_ranks_is_refused(fresh):
