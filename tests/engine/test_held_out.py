@@ -14,8 +14,9 @@ from held_out_worker import SIZES, TRAINERS, evaluations, options
 from launched import launch
 from plain_torch import perplexity, rating_by_likelihood, rating_by_score, ratings_of
 
+from dschat_tui.run_text import result_line
 from dschat_tui.runs import gates
-from dschat_tui.runs.results import final_metrics, summary_text
+from dschat_tui.runs.results import final_metrics
 from engine.data.phases import build_phase
 from engine.log.read import LogReader
 from engine.models.embedded import build
@@ -113,7 +114,7 @@ def test_of_no_rows_nothing_is_measured_and_this_is_said(
     (newest,) = trainer.checkpoints.whole()
     assert (newest[1].step, newest[1].score) == (3, None)
     metrics = final_metrics(step, trainer.context.folder)
-    assert summary_text(step, metrics) == f"{measured} not measured"
+    assert result_line(step, metrics) == f"{measured} not measured"
     config.gates.sft_perplexity, config.gates.reward_accuracy = 1e9, 0.0
     missed = gates.missed(config, step, metrics)
     assert [record["reading"] for record in missed] == ([] if step == "dpo" else [None])

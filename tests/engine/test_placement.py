@@ -9,7 +9,7 @@ import torch
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from transformers import AutoModelForCausalLM
 
-from dschat_tui.chat.repl import main
+from dschat_tui.cli.repl import main
 from engine.config.placement import Machine, Placement, refusals
 from engine.generation.chat import ChatGenerator
 from engine.generation.decode import DecodeSession
