@@ -71,7 +71,7 @@ class Profile:
             return ""
         models = self.config.models
         names = [actor_of(models).name]
-        if self.config.alignment == "ppo":
+        if self.config.alignment == "ppo" and self.config.needs_reward_model:
             reward = reward_of(models)
             names.append("SFT model" if reward is None else reward.name)
         return " + ".join(name.rsplit("/", 1)[-1].removeprefix("embedded:") for name in names)
@@ -82,7 +82,8 @@ class Profile:
         if self.config is None or self.report is None:
             return ""
         actor, reward = memory_plan.shapes_of(self.config, offline=True)
-        shapes = [actor, reward or actor] if self.config.alignment == "ppo" else [actor]
+        has_reward = self.config.alignment == "ppo" and self.config.needs_reward_model
+        shapes = [actor, reward or actor] if has_reward else [actor]
         return " + ".join(_count(shape.parameters) for shape in shapes)
 
     @property

@@ -207,3 +207,41 @@ def test_step_3_of_finished_models_runs_on_two_ranks_under_zero_3(demo, tmp_path
     perplexities = [models[name]["perplexity"] for name in ("sft", "actor_ema", "actor")]
     assert len(set(perplexities)) == 3
     assert abs(perplexities[1] - perplexities[0]) < abs(perplexities[2] - perplexities[0])
+
+
+@pytest.fixture(scope="module")
+def grpo(demo, tmp_path_factory, unplugged) -> tuple[Path, str]:
+    """Step 3 of the profile `tiny-grpo` on the demo's SFT model, and what the command said."""
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    sft = f"models.sft={demo}/step1-sft/model"
+    ended = dschat(
+        "run", "--profile", "tiny-grpo", "--set", sft, "--output", str(folder), env=unplugged
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder, ended.stdout + ended.stderr
+
+
+def test_grpo_on_a_function_needs_no_reward_model_and_no_critic(grpo):
+    folder, said = grpo
+    assert "step 2 is left out: no reward model is needed" in said
+    assert not (folder / "step2-reward").exists()
+    assert {path.name for path in (folder / "step3-rlhf").iterdir() if path.is_dir()} == {
+        "actor", "checkpoints",
+    }  # fmt: skip
+    state = json.loads((folder / "run.json").read_text())
+    assert [step["state"] for step in state["steps"]] == ["done"]
+    log = (folder / "step3-rlhf" / "training.log").read_text()
+    assert "loading the reward model" not in log
+    assert "loading the critic" not in log
+    rows = (folder / "step3-rlhf" / "metrics.jsonl").read_text().splitlines()
+    assert "rewards/friendly/mean" in json.loads(rows[-1])
+
+
+def test_grpo_learns_what_six_lines_reward_and_keeps_the_facts(grpo, unplugged):
+    folder, _ = grpo
+    ended = dschat("eval", str(folder), "--json", env=unplugged)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    models = json.loads(ended.stdout)["models"]
+    assert models["sft"]["preferred_style"] <= 0.6
+    assert models["actor"]["preferred_style"] >= 0.9
+    assert models["actor"]["exact_match"] >= models["sft"]["exact_match"] - 0.03

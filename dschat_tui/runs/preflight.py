@@ -113,6 +113,8 @@ def _replacement(config: RunConfig, step: Step) -> str | None:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """A copy of the configuration in which every path to something on this disk is absolute."""
     copy = config.model_copy(deep=True)
+    for entry in copy.rewards.functions:
+        entry.path = entry.path and str(Path(entry.path).resolve())
     models = copy.models
     models.actor = _absolute_model(models.actor)
     if models.reward != "sft":
@@ -413,11 +415,18 @@ def _abilities(folder: str, modified: int, trust_remote_code: bool) -> _Abilitie
 def _notes(config: RunConfig, steps: list[Step]) -> list[str]:
     """What a person should know of a run that may start.
 
-    That is a warm-up that outlasts training, and a family that there is no plan of memory for.
+    That is a step that is left out, a warm-up that outlasts training, and a family that there is
+    no plan of memory for.
     """
     options = [(step.name, getattr(config, step.name)) for step in steps]
     problems = [warmup_problem(name, each, each.max_steps) for name, each in options]
     notes = [problem for problem in problems if problem is not None]
+    if not config.needs_reward_model and config.alignment == "ppo":
+        names = ", ".join(entry.name for entry in config.rewards.functions)
+        notes.append(
+            f"step 2 is left out: no reward model is needed, as rewards.functions ({names}) reward "
+            f"answers, and rlhf.algorithm={config.rlhf.algorithm} has no critic"
+        )
     try:
         memory_plan.shapes_of(config, offline=True)
     except memory_plan.PlanError as error:

@@ -146,13 +146,24 @@ def _read_chain(path: Path, children: list[Path]) -> dict[str, Any]:
     if path in children:
         chain = " -> ".join(file.stem for file in [*children[children.index(path) :], path])
         raise ConfigError(f"{path}: extends goes in a circle: {chain}. Take one `extends` out")
-    values = read_yaml(path)
+    values = _with_files_beside(path, read_yaml(path))
     parent = values.pop("extends", None)
     if parent is None:
         return values
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: extends = {parent!r}: give the name of one profile")
     return merged(_read_chain(_parent_file(path, parent), [*children, path]), values)
+
+
+def _with_files_beside(profile: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The options with the files of reward functions that lie beside the profile, by full path."""
+    rewards = values.get("rewards")
+    functions = rewards.get("functions") if isinstance(rewards, dict) else None
+    for entry in functions if isinstance(functions, list) else []:
+        name = entry.get("path") if isinstance(entry, dict) else None
+        if isinstance(name, str) and (profile.parent / name).is_file():
+            entry["path"] = str((profile.parent / name).resolve())
+    return values
 
 
 def _parent_file(path: Path, parent: str) -> Path:

@@ -601,6 +601,27 @@ class RlhfConfig(Section):
     )
 
 
+class RewardFunction(Section):
+    """Something that rewards answers: a function of a Python file, or the reward model."""
+
+    name: str = option("reward", "Name", "Of the function, and in metrics")
+    path: str | None = option(None, "File", "Python file with the function")
+    kind: Literal["function", "model"] = option(
+        "function", "Kind", "model: the reward model of step 2, beside functions"
+    )
+    weight: float = option(1.0, "Weight", "In the sum of all rewards")
+
+
+class RewardsConfig(Section):
+    """What rewards answers in step 3."""
+
+    functions: list[RewardFunction] = Field(
+        default_factory=list,
+        title="Reward functions",
+        description="What is added up to an answer's reward; empty: the reward model alone",
+    )
+
+
 class PpoConfig(StepConfig):
     """Step 3, learning from rewards; sizes count answers."""
 
@@ -832,6 +853,9 @@ class RunConfig(Section):
         group="stability",
         fixed_by=("ppo",),
     )
+    rewards: RewardsConfig = section(
+        RewardsConfig, "Rewards", "What rewards answers in step 3", fixed_by=("ppo",)
+    )
     gates: GatesConfig = section(
         GatesConfig,
         "Gates",
@@ -886,8 +910,14 @@ class RunConfig(Section):
 
     @property
     def needs_reward_model(self) -> bool:
-        """Whether step 3 begins with a trained reward model."""
-        return True
+        """Whether step 3 begins with a trained reward model, for rewards or for its critic."""
+        return self.algorithm.has_critic or self.rewarded_by_model
+
+    @property
+    def rewarded_by_model(self) -> bool:
+        """Whether the reward model rewards answers."""
+        entries = self.rewards.functions
+        return not entries or any(entry.kind == "model" for entry in entries)
 
     @property
     def steps(self) -> tuple[Step, ...]:

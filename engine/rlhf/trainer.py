@@ -18,6 +18,7 @@ from engine.algorithms.policy import Objective, ValueLoss, policy_loss, value_lo
 from engine.config.schema import RoleConfig
 from engine.config.steps import RoleName
 from engine.data.batches import GlobalBatches, PromptCollator, row_lengths
+from engine.data.phases import PromptColumns
 from engine.distributed import device, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.generation.sampling import Generation
 from engine.log import write
@@ -26,6 +27,7 @@ from engine.models.adapters import save_adapters
 from engine.models.save import save_model
 from engine.planning.flops import training_flops
 from engine.report import append
+from engine.rewards.functions import RewardFunctions
 from engine.rlhf import advantages
 from engine.rlhf.experience import Experience
 from engine.rlhf.groups import has_spread, with_replacements
@@ -95,6 +97,7 @@ class PPOTrainer:
             self.tokenizer,
             self.optimizer_steps,
             has_critic=self.algorithm.has_critic,
+            has_reward=config.rewarded_by_model,
         )
         self.rollouts = Rollouts(context, self.engine, self.tokenizer)
         self.shuffler = torch.Generator().manual_seed(rank_seed(config.seed))
@@ -104,8 +107,20 @@ class PPOTrainer:
         self.mixture = Mixture(context, self.engine, self.tokenizer) if has_text else None
 
         # 3. What adapts while training.
-        self.rewards = Rewards(config)
-        self.functions: FunctionRewards | None = None
+        entries = config.rewards.functions
+        functions = [entry for entry in entries if entry.kind == "function"]
+        model_weights = [entry.weight for entry in entries if entry.kind == "model"]
+        self.rewards = Rewards(config, [entry.weight for entry in functions], sum(model_weights))
+        self.functions = (
+            FunctionRewards(
+                RewardFunctions(functions),
+                [entry.name for entry in functions],
+                PromptColumns(config),
+                self.tokenizer,
+            )
+            if functions
+            else None
+        )
         self.kl_controller = (
             AdaptiveKLController(self.algorithm.kl_coef, options.kl_target, options.kl_horizon)
             if options.kl_target

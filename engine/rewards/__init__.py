@@ -1,0 +1,1 @@
+"""Rewards that functions give, in Python."""
