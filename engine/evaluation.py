@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from engine.config.loading import load_config
 from engine.config.schema import DataSource, RunConfig
 from engine.config.steps import BY_NAME
 from engine.data.batches import LabelledPairCollator, PairCollator, PromptCollator, SftCollator
-from engine.data.files import DataError
+from engine.data.files import DataError, Row
 from engine.data.phases import build_phase, eval_prompts
 from engine.data.sources import load_source
 from engine.data.templates import encode_answer, fit_prompt
@@ -39,6 +40,56 @@ from engine.precision import resolve_dtype
 _SAMPLES_SHOWN = 8
 
 
+class PairFigures(TypedDict):
+    """How well something rates held-out pairs: the share that it rates right, also by kind of pair.
+
+    `margin` is the mean of chosen less rejected. None where there is no pair.
+    """
+
+    accuracy: float | None
+    margin: float | None
+    pairs: int
+    kinds: dict[str, float | None]
+
+
+class Evaluation(TypedDict):
+    """The models of a run on held-out rows; None where the data or the run has no such thing.
+
+    `models` has the figures of each by name: `perplexity`, `reward_mean`, `reward_std`,
+    `exact_match`, `preferred_style`, and `kl` from the SFT model in nats per answer.
+    `implicit_rewards` are those of a DPO model. An answer has its `prompt`, and each model's text
+    by the model's name.
+    """
+
+    prompts: int
+    models: dict[str, dict[str, float | None]]
+    reward_model: PairFigures | None
+    implicit_rewards: PairFigures | None
+    answers: list[dict[str, str]]
+
+
+class ScoredPair(TypedDict):
+    """A pair of a file with the reward model's scores; the prompt is its last turn."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    chosen_score: float
+    rejected_score: float
+
+
+class ScoredPairs(TypedDict):
+    """The pairs of a file; those that do not fit into the model are `left_out`."""
+
+    reward_model: str
+    data: str
+    pairs: int
+    accuracy: float | None
+    margin: float | None
+    left_out: int
+    scores: list[ScoredPair]
+
+
 @dataclass(frozen=True)
 class Bench:
     """What every model of a run is measured on.
@@ -49,9 +100,9 @@ class Bench:
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[dict[str, Any]]
-    sft_rows: Any
-    pairs: Any
+    prompts: list[Row]
+    sft_rows: Dataset
+    pairs: Dataset | list[Row]
     device: torch.device
     dtype: torch.dtype
 
@@ -96,7 +147,7 @@ class Findings:
     pairs: list[Tensor] = field(default_factory=list)
 
 
-def evaluate(run: Path) -> dict[str, Any]:
+def evaluate(run: Path) -> Evaluation:
     """Measure base, SFT model, DPO model or actor and its average, and what rates answers.
 
     Exact match is of greedy answers, style, reward and KL of answers sampled at temperature 1. One
@@ -104,13 +155,6 @@ def evaluate(run: Path) -> dict[str, Any]:
 
     Args:
         run: folder of a run whose step 1 is done.
-
-    Returns:
-        `{"prompts", "models": {name: {"perplexity", "reward_mean", "reward_std", "exact_match",
-        "preferred_style", "kl"}}, "reward_model": {"accuracy", "margin", "pairs", "kinds"},
-        "implicit_rewards": the same of a DPO model, "answers": [...]}`; null where the data or the
-        run has no such thing, or no row to measure it on. `kl` is from the SFT model, in nats per
-        answer.
     """
     config = load_config(run / "run.yaml")
     folders = model_folders(config, run)
@@ -341,7 +385,7 @@ def pair_batches(bench: Bench) -> Iterator[dict[str, Tensor]]:
         yield {name: tensor.to(bench.device) for name, tensor in rows.items()}
 
 
-def figures_of_pairs(pairs: Any, ratings: Sequence[Tensor]) -> dict[str, Any]:
+def figures_of_pairs(pairs: Iterable[Row], ratings: Sequence[Tensor]) -> PairFigures:
     """Accuracy and margin of a rating on held-out pairs, also by kind of pair.
 
     Args:
@@ -365,16 +409,12 @@ def figures_of_pairs(pairs: Any, ratings: Sequence[Tensor]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def score_pairs(run: Path, data: Path) -> dict[str, Any]:
+def score_pairs(run: Path, data: Path) -> ScoredPairs:
     """Score the pairs of a file with the reward model of a run, as the original's rw_eval did.
 
     Args:
         run: folder of a run whose step 2 is done.
         data: a file or folder of pairs, in any schema that step 2 reads.
-
-    Returns:
-        `{"reward_model", "data", "pairs", "accuracy", "margin", "left_out", "scores":
-        [{"prompt", "chosen", "rejected", "chosen_score", "rejected_score"}]}`.
 
     Raises:
         FileNotFoundError: the run has no complete reward model.
@@ -393,7 +433,7 @@ def score_pairs(run: Path, data: Path) -> dict[str, Any]:
     pairs = [pair for row in source.train if (pair := _tokenised_pair(row, config, tokenizer))]
     collate = PairCollator(tokenizer.pad_token_id)
     size = config.reward.eval_batch_size
-    scores = []
+    scores: list[ScoredPair] = []
     for start in range(0, len(pairs), size):
         rows = pairs[start : start + size]
         batch = collate(rows)
@@ -401,8 +441,15 @@ def score_pairs(run: Path, data: Path) -> dict[str, Any]:
         for row, chosen, rejected in zip(
             rows, *(half.tolist() for half in both.chunk(2)), strict=True
         ):
-            texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-            scores.append({**texts, "chosen_score": chosen, "rejected_score": rejected})
+            scores.append(
+                {
+                    "prompt": row["prompt"],
+                    "chosen": row["chosen"],
+                    "rejected": row["rejected"],
+                    "chosen_score": chosen,
+                    "rejected_score": rejected,
+                }
+            )
     margins = [each["chosen_score"] - each["rejected_score"] for each in scores]
     return {
         "reward_model": folder,
@@ -415,9 +462,7 @@ def score_pairs(run: Path, data: Path) -> dict[str, Any]:
     }
 
 
-def _tokenised_pair(
-    row: dict[str, Any], config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any] | None:
+def _tokenised_pair(row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Row | None:
     """Both answers behind their prompt; None where they do not fit, or one is missing."""
     if row["chosen"] is None or row["rejected"] is None:
         return None
@@ -433,7 +478,7 @@ def _tokenised_pair(
     return {**row, "prompt": row["prompt"][-1]["content"], **ids}
 
 
-def share(outcomes: Any) -> float | None:
+def share(outcomes: Iterable[bool]) -> float | None:
     """Fraction of true outcomes; None without any."""
     counted = list(outcomes)
     return sum(counted) / len(counted) if counted else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dschat_tui.cli.shared import JsonFlag, keep_stdout_clean, refuse
 from dschat_tui.text import aligned, figure, one_line
 
-_PAIR_TEXTS = ("prompt", "chosen", "rejected")
+if TYPE_CHECKING:
+    from engine.evaluation import Evaluation, ScoredPairs
+
 _PAIR_CELLS = 40
 
 
@@ -37,21 +39,24 @@ def evaluate_run(
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
     from engine.log import documents
 
-    document = _score_pairs(path, data) if data is not None else _evaluate(path)
-    if json_output:
-        typer.echo(documents.to_json(document, indent=2))
-        return
-    typer.echo(_comparison_table(document) if data is None else _pairs_table(document))
+    document: Evaluation | ScoredPairs
+    if data is None:
+        document = _evaluate(path)
+        text = _comparison_table(document)
+    else:
+        document = _score_pairs(path, data)
+        text = _pairs_table(document)
+    typer.echo(documents.to_json(document, indent=2) if json_output else text)
 
 
-def _evaluate(run: Path) -> dict[str, Any]:
+def _evaluate(run: Path) -> Evaluation:
     with keep_stdout_clean():
         from engine.evaluation import evaluate
 
         return evaluate(run)
 
 
-def _score_pairs(run: Path, data: Path) -> dict[str, Any]:
+def _score_pairs(run: Path, data: Path) -> ScoredPairs:
     if not data.exists():
         refuse(f"--data {data} does not exist. Give a file of pairs: prompt, chosen, rejected")
     with keep_stdout_clean():
@@ -63,11 +68,11 @@ def _score_pairs(run: Path, data: Path) -> dict[str, Any]:
             refuse(str(error))
 
 
-def _pairs_table(document: dict[str, Any]) -> str:
+def _pairs_table(document: ScoredPairs) -> str:
     """Each pair with both scores, then how often and by how much the chosen one wins."""
     rows = []
     for number, pair in enumerate(document["scores"], 1):
-        texts = [one_line(pair[name]) for name in _PAIR_TEXTS]
+        texts = [one_line(text) for text in (pair["prompt"], pair["chosen"], pair["rejected"])]
         scores = [f"{pair['chosen_score']:.4g}", f"{pair['rejected_score']:.4g}"]
         shortened = [
             f"{text[:_PAIR_CELLS]}..." if len(text) > _PAIR_CELLS else text for text in texts
@@ -85,7 +90,7 @@ def _pairs_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _comparison_table(document: dict[str, Any]) -> str:
+def _comparison_table(document: Evaluation) -> str:
     """Models side by side on held-out prompts, and the accuracy of what rates answers."""
     names = ("perplexity", "reward_mean", "reward_std", "exact_match", "preferred_style", "kl")
     rows = [
@@ -93,17 +98,18 @@ def _comparison_table(document: dict[str, Any]) -> str:
         for model, values in document["models"].items()
     ]
     lines = [f"{document['prompts']} held-out prompts", aligned(["model", *names], rows)]
-    for name in ("reward_model", "implicit_rewards"):
-        rated = document.get(name)
+    rated_by = {
+        "reward model": document["reward_model"],
+        "implicit rewards": document["implicit_rewards"],
+    }
+    for name, rated in rated_by.items():
         if rated:
             lines.append(
-                f"{name.replace('_', ' ')}: accuracy {figure(rated['accuracy'])}, margin "
+                f"{name}: accuracy {figure(rated['accuracy'])}, margin "
                 f"{figure(rated['margin'])} on {rated['pairs']} pairs"
             )
-            lines += [
-                f"  {kind}: {figure(share)}" for kind, share in rated.get("kinds", {}).items()
-            ]
-    for sample in document.get("answers", []):
+            lines += [f"  {kind}: {figure(share)}" for kind, share in rated["kinds"].items()]
+    for sample in document["answers"]:
         lines += ["", one_line(sample["prompt"])]
         answers = {name: text for name, text in sample.items() if name != "prompt"}
         width = max(len(name) for name in answers)
