@@ -27,6 +27,7 @@ from engine.config.layout import (
     CHECKPOINT_MANIFEST,
     CHECKPOINTS,
     STOP_REQUEST,
+    Manifest,
     checkpoint_name,
     whole_checkpoints,
 )
@@ -36,23 +37,6 @@ from engine.report import Report
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Elements at either end of each frozen parameter by which a base model is known again.
 _SAMPLED = 256
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a whole checkpoint says of itself; its file is written last.
-
-    Attributes:
-        step: steps that were done.
-        ranks: each wrote a part.
-        score: higher is better; None where nothing was measured.
-        size: bytes on disk.
-    """
-
-    step: int
-    ranks: int
-    score: float | None
-    size: int
 
 
 State = TypeVar("State", bound=Mapping[str, Any])
@@ -143,13 +127,7 @@ class Checkpoints(Generic[State]):
 
     def whole(self) -> list[tuple[Path, Manifest]]:
         """The complete checkpoints with their manifests, oldest first."""
-        found = []
-        for folder, manifest in whole_checkpoints(self._step_folder):
-            try:
-                found.append((folder, Manifest(**manifest)))
-            except TypeError:
-                continue
-        return found
+        return whole_checkpoints(self._step_folder)
 
     def _check_frozen(self, folder: Path, digests: dict[str, str]) -> None:
         """Refuse other frozen weights than those that a checkpoint was written with."""

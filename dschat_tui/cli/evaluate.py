@@ -37,16 +37,14 @@ def evaluate_run(
     path = Path(paths[0])
     if not (path / "run.yaml").is_file():
         refuse(f"{path} holds no run.yaml, so it is no run. Give the folder of a run")
-    from engine.log import documents
+    from engine.log.documents import to_json
 
-    document: Evaluation | ScoredPairs
     if data is None:
-        document = _evaluate(path)
-        text = _comparison_table(document)
+        figures = _evaluate(path)
+        typer.echo(to_json(figures, indent=2) if json_output else _comparison_table(figures))
     else:
-        document = _score_pairs(path, data)
-        text = _pairs_table(document)
-    typer.echo(documents.to_json(document, indent=2) if json_output else text)
+        pairs = _score_pairs(path, data)
+        typer.echo(to_json(pairs, indent=2) if json_output else _pairs_table(pairs))
 
 
 def _evaluate(run: Path) -> Evaluation:

@@ -51,7 +51,7 @@ class RunFolder:
 
     def checkpoints(self, step: Step) -> list[int]:
         """The optimizer steps after which a step has whole checkpoints, in order."""
-        return [int(m["step"]) for _, m in layout.whole_checkpoints(self.step_folder(step))]
+        return [manifest.step for _, manifest in layout.whole_checkpoints(self.step_folder(step))]
 
     @contextmanager
     def lock(self, wait: bool) -> Iterator[None]:

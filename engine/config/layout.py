@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config.steps import BY_NAME, StepName
 
@@ -19,22 +20,38 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINT_MANIFEST = "checkpoint.json"
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint says of itself; its file is written last.
+
+    Attributes:
+        step: steps that were done.
+        ranks: each wrote a part.
+        score: higher is better; None where nothing was measured.
+        size: bytes on disk.
+    """
+
+    step: int
+    ranks: int
+    score: float | None
+    size: int
+
+
 def checkpoint_name(step: int) -> str:
     """Name of the folder of the checkpoint after so many steps."""
     return f"step-{step:08d}"
 
 
-def whole_checkpoints(step_folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+def whole_checkpoints(step_folder: Path) -> list[tuple[Path, Manifest]]:
     """The whole checkpoints of a step with their manifests, oldest first."""
     found = []
     for file in (step_folder / CHECKPOINTS).glob(f"step-*/{CHECKPOINT_MANIFEST}"):
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found.append((file.parent, Manifest(**json.loads(file.read_text(encoding="utf-8")))))
+        except (OSError, ValueError, TypeError):
+            # Not readable, no JSON, or not an object with these keys.
             continue
-        if isinstance(manifest, dict) and isinstance(manifest.get("step"), int):
-            found.append((file.parent, manifest))
-    return sorted(found, key=lambda item: int(item[1]["step"]))
+    return sorted(found, key=lambda item: item[1].step)
 
 
 def model_source(config: RunConfig, run: Path, name: StepName) -> str:

@@ -39,7 +39,8 @@ if checkpoint.exists():
 while not (folder.parent / "stop-request").exists():
     time.sleep(0.02)
 checkpoint.mkdir(parents=True)
-(checkpoint / "checkpoint.json").write_text(json.dumps({"step": 3}))
+manifest = {"step": 3, "ranks": 1, "score": None, "size": 0}
+(checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
 """
 # A launcher with two ranks beneath it, which work until a file tells them to end.
 RANKS = """
@@ -67,7 +68,8 @@ def dschat(*arguments: str):
 def write_checkpoint(run: RunFolder, step=SFT, number: int = 3):
     folder = run.step_folder(step) / "checkpoints" / f"step-{number:08d}"
     folder.mkdir(parents=True)
-    (folder / "checkpoint.json").write_text(json.dumps({"step": number}))
+    manifest = {"step": number, "ranks": 1, "score": None, "size": 0}
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 def failed_run(folder, cause: str, config: RunConfig | None = None) -> RunFolder:

@@ -57,4 +57,4 @@ def test_on_two_ranks(two_ranks):
 def test_ranks_wait_for_one_that_writes_longer_than_a_collective_may_take(two_ranks):
     assert missing_parts(two_ranks / "model") == []
     assert len(list((two_ranks / "model").glob("*.safetensors"))) > 1
-    assert [manifest["step"] for _, manifest in whole_checkpoints(two_ranks)] == [1]
+    assert [manifest.step for _, manifest in whole_checkpoints(two_ranks)] == [1]
