@@ -41,15 +41,15 @@ WITHOUT_NVCC = ("cpu_adam",)
 
 TORCH_QUESTIONS = """
 import json, torch
-told = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
-told["available"] = torch.cuda.is_available()
-for number in range(torch.cuda.device_count() if told["available"] else 0):
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
+found["available"] = torch.cuda.is_available()
+for number in range(torch.cuda.device_count() if found["available"] else 0):
     about = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    told["devices"].append({"name": about.name, "memory": total, "free": free})
-print("\\n" + json.dumps(told))
+    found["devices"].append({"name": about.name, "memory": total, "free": free})
+print("\\n" + json.dumps(found))
 """
-# Asked of the code that a run goes through, so that both come to the same.
+# Uses the code that runs use, so that both agree.
 DEEPSPEED_QUESTIONS = """
 import json, deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -57,13 +57,13 @@ from engine.operators import standing
 from engine.precision import dtype_name, resolve_dtype
 accelerator = get_accelerator()
 on_cpu = accelerator.device_name() == "cpu"
-told = {"version": deepspeed.__version__, "accelerator": accelerator.device_name(), "dtypes": []}
+found = {"version": deepspeed.__version__, "accelerator": accelerator.device_name(), "dtypes": []}
 for number in range(1 if on_cpu else accelerator.device_count()):
     if not on_cpu:
         accelerator.set_device(number)
-    told["dtypes"].append(dtype_name(resolve_dtype("auto")))
-told["ops"] = {} if on_cpu else {name: standing(builder) for name, (builder, _) in OPS.items()}
-print("\\n" + json.dumps(told))
+    found["dtypes"].append(dtype_name(resolve_dtype("auto")))
+found["ops"] = {} if on_cpu else {name: standing(builder) for name, (builder, _) in OPS.items()}
+print("\\n" + json.dumps(found))
 """
 
 
@@ -100,7 +100,7 @@ def _python() -> Finding:
 
 
 def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
-    """What a library tells in a process of its own: the last line is JSON."""
+    """What a library reports in a process of its own: the last line is JSON."""
     advice = "Install dschat with its dependencies: pip install -e ."
     try:
         done = subprocess.run(
@@ -111,7 +111,7 @@ def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
             stdin=subprocess.DEVNULL,
             env=dict(os.environ, PATH=_path()),
         )
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         value = f"its import takes more than {CHILD_SECONDS:.0f} s"
         return None, Finding(name, name, PROBLEM, value, "See what holds it: the disk, or a lock.")
@@ -121,7 +121,7 @@ def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
     except (ValueError, IndexError):
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return None, Finding(name, name, PROBLEM, f"cannot be imported: {said[0][:200]}", advice)
-    return told, Finding(name, name, OK, str(told["version"]))
+    return answer, Finding(name, name, OK, str(answer["version"]))
 
 
 def _path() -> str:
@@ -215,20 +215,20 @@ def _ops(deepspeed: dict[str, Any] | None, compilers: list[Finding]) -> list[Fin
         return [Finding(f"op_{name}", f"op {name}", OK, "not used on a CPU") for name in OPS]
     findings = []
     for name, (_, instead) in OPS.items():
-        told = deepspeed["ops"][name]
+        op = deepspeed["ops"][name]
         lacking = [
             finding
             for finding in compilers
             if finding.state != OK and not (finding.id == "nvcc" and name in WITHOUT_NVCC)
         ]
-        state, advice = NOTE, f"Runs go on without it: {instead}."
-        if told["state"] == "loads":
+        state, advice = NOTE, f"Runs work without it: {instead}."
+        if op["state"] == "loads":
             state, value, advice = OK, "loads", ""
-        elif told["state"] == "locked":
-            state, value = PROBLEM, f"every build waits while {told['detail']} is there"
+        elif op["state"] == "locked":
+            state, value = PROBLEM, f"every build waits while {op['detail']} exists"
             advice = "Where no run is building it now, delete that file: its build was killed."
-        elif told["state"] == "fails":
-            value = f"does not load: {told['detail']}"
+        elif op["state"] == "fails":
+            value = f"does not load: {op['detail']}"
         elif lacking:
             value = "cannot be built: " + ", ".join(f"{f.title} {f.value}" for f in lacking)
         else:
@@ -325,8 +325,8 @@ def _host(answer: hosts.Answer) -> Finding:
     if differences := answer.differences():
         advice = "Install the same versions on all hosts."
         return Finding(id, title, PROBLEM, differences, advice)
-    told = ", ".join(f"{name} {there}" for name, there in answer.versions.items())
-    return Finding(id, title, OK, f"{told}; {answer.gpus} GPUs")
+    versions = ", ".join(f"{name} {there}" for name, there in answer.versions.items())
+    return Finding(id, title, OK, f"{versions}; {answer.gpus} GPUs")
 
 
 def _output(command: list[str]) -> str | None:

@@ -61,8 +61,8 @@ def end(code: int) -> None:
     with contextlib.suppress(OSError, termios.error):
         if _modes is not None:
             termios.tcsetattr(0, termios.TCSANOW, _modes)
-        # opened anew: O_NONBLOCK would act on everyone who shares an open file, and without it a
-        # link that takes nothing would hold this process
+        # opened again: O_NONBLOCK would affect everyone who shares an open file, and without it a
+        # connection that accepts nothing would block this process
         terminal = os.open(os.ttyname(0), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         os.write(terminal, RESET.encode())
     os._exit(code)

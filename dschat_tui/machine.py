@@ -13,7 +13,7 @@ _SECONDS = 10.0
 
 
 class NoAnswer(RuntimeError):
-    """nvidia-smi is there and failed, or did not end."""
+    """nvidia-smi exists and failed, or did not finish."""
 
 
 def has_nvidia_smi() -> bool:

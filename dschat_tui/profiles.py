@@ -33,16 +33,16 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile, its plan, and what stands against it.
+    """A profile, its plan, and what makes it unusable.
 
     Attributes:
         name: as it is given to `--profile`.
-        file: where it stands.
+        file: its YAML file.
         comment: the text on top of it.
         config: None where it cannot be resolved.
         report: None where it cannot be planned; `note` says why.
         problems: what makes it unusable.
-        note: what is not wrong, yet worth knowing.
+        note: anything else worth knowing.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Profile:
         if self.config is None:
             return ""
         launch = self.config.launch
-        told = f"{launch.num_accelerators} device{'s' if launch.num_accelerators > 1 else ''}"
+        text = f"{launch.num_accelerators} device{'s' if launch.num_accelerators > 1 else ''}"
         if launch.memory_gib is not None:
-            told = f"{launch.num_accelerators} x {launch.memory_gib:g} GB"
+            text = f"{launch.num_accelerators} x {launch.memory_gib:g} GB"
         if launch.deployment == "multi_node":
-            told = f"{launch.num_nodes or '?'} nodes x {told}"
-        return told
+            text = f"{launch.num_nodes or '?'} nodes x {text}"
+        return text
 
     @property
     def memory(self) -> str:
@@ -131,7 +131,7 @@ def examine(name: str) -> Profile:
     if not report.fits:
         needed, there = gib(report.plan.device_bytes), gib(report.memory_bytes)
         problems.append(
-            f"does not fit: {needed} GiB of {there} GiB a device. What would: "
+            f"does not fit: {needed} GiB of {there} GiB per device. What would: "
             f"dschat plan --profile {name} --memory-gib {there}"
         )
     profile = Profile(name, file, comment, config, report, tuple(problems))
@@ -142,7 +142,7 @@ def examine(name: str) -> Profile:
 
 
 def plan_sentence(report: Report) -> str:
-    """What a plan comes to, as the comment on top of a profile states it."""
+    """A plan in one sentence, as the comment on top of a profile states it."""
     steps = ", ".join(
         f"step {BY_NAME[step.step].number} {gib(step.device_bytes)}" for step in report.plan.steps
     )

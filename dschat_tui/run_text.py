@@ -1,4 +1,4 @@
-"""What a run came to, as text: the same for commands and the dashboard."""
+"""The results of a run as text, the same for commands and the dashboard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.config.steps import STEPS
 
 
 def result_line(step: str, metrics: FinalMetrics) -> str:
-    """The final numbers of a step as one line for a person."""
+    """The final numbers of a step as one line of text."""
     if step == "sft":
-        told = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
-        return told or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
+        text = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
+        return text or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
     if step in ("reward", "dpo"):
         accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
         if accuracy is None:
@@ -30,7 +30,7 @@ def result_line(step: str, metrics: FinalMetrics) -> str:
 
 
 def summary(state: RunState) -> str:
-    """What each step of a run came to, and the gates that it missed, from its run.json."""
+    """The result of each step of a run, and the gates that it missed, from its run.json."""
     rows = []
     for step, record in steps_of(state):
         seconds = (record["ended"] or 0) - (record["started"] or 0)
@@ -56,8 +56,8 @@ def describe_run(described: Described) -> str:
     for step in STEPS:
         found = described["checkpoints"].get(step.name)
         if found:
-            told = ", ".join(str(number) for number in found)
-            lines.append(f"checkpoints of step {step.number} after: {told}")
+            steps = ", ".join(map(str, found))
+            lines.append(f"checkpoints of step {step.number} after: {steps}")
         cause = state["steps"][step.name]["cause"] if step.name in state["steps"] else None
         if cause:
             lines += [f"cause: {cause['id']}", f"  {plain(cause['line'])}", f"  {cause['advice']}"]
@@ -66,11 +66,11 @@ def describe_run(described: Described) -> str:
         for c in state["changes"]
     ]
     if described["standing"] == "paused":
-        lines.append(f'go on regardless: dschat runs resume {path} --accept "REASON"')
+        lines.append(f'continue anyway: dschat runs resume {path} --accept "REASON"')
     elif described["standing"] in ("failed", "stopped", "lost"):
-        lines.append(f"go on: dschat run --resume {path}")
+        lines.append(f"resume it: dschat run --resume {path}")
     elif described["standing"] == "running":
-        lines.append(f"see it: dschat runs attach {path}")
+        lines.append(f"watch it: dschat runs attach {path}")
     return "\n".join(lines)
 
 

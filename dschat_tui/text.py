@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """A path relative to the working folder where it lies in it, else as it is."""
+    """A path relative to the working folder if it is inside it, else unchanged."""
     working = Path.cwd()
     return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
 

@@ -29,8 +29,8 @@ class Child:
 
     Args:
         command: speaks the events of `dschat chat --json`.
-        on_event: is given each event.
-        on_note: is given each line that the child tells beside the events, such as what it loads.
+        on_event: called with each event.
+        on_note: called with each line that is no event, such as what is being loaded.
     """
 
     def __init__(

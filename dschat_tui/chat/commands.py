@@ -41,7 +41,7 @@ def respond(session: Session, line: str) -> Iterator[Event]:
 
 
 def complete(line: str) -> list[str]:
-    """Return what a line of input may go on to, as whole last words."""
+    """Return the completions of a line of input, as whole last words."""
     name, space, rest = line.partition(" ")
     if not space:
         return [each for each in COMMANDS if each.startswith(name)] if name else []
@@ -195,7 +195,7 @@ def _score(session: Session, argument: str) -> Iterator[Event]:
     relatives = session.relatives
     if relatives.judge is None:
         raise ValueError(
-            "There is no reward model beside this model; start the chat on a run folder whose "
+            "There is no reward model for this model; start the chat on a run folder whose "
             "step 2 is done."
         )
     judge = relatives.judge()
@@ -234,7 +234,7 @@ def _prefer(session: Session, argument: str) -> Iterator[Event]:
         },
     )
     session.messages[-1] = {"role": "assistant", "content": chosen}
-    yield Note(f"Appended to {path}; the conversation goes on with answer {pick}.")
+    yield Note(f"Appended to {path}; the conversation continues with answer {pick}.")
 
 
 def _propose(session: Session) -> Iterator[Event]:
@@ -277,7 +277,7 @@ COMMANDS = {
     "/set": Command("[NAME VALUE]", "change how answers are generated, or show it", _set),
     "/history": Command("", "show the conversation", _history),
     "/save": Command("FILE", "append the conversation to a JSONL file that SFT reads", _save),
-    "/load": Command("FILE", "go on with the last conversation of such a file", _load),
+    "/load": Command("FILE", "continue the last conversation of such a file", _load),
     "/compare": Command("[TEXT]", "the other models' answers to the last question", _compare),
     "/score": Command("", "the reward of each answer, and its KL to the SFT model", _score),
     "/prefer": Command(

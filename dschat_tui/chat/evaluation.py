@@ -17,10 +17,10 @@ def evaluate(session: Session, prompts: list[str], note: Callable[[str], None]) 
     Args:
         session: its model, its relatives, its settings and its system message.
         prompts: the questions.
-        note: is told which model is at work.
+        note: called with the model at work.
 
     Returns:
-        a row a prompt and model, with the reward where there is a reward model.
+        a row per prompt and model, with the reward where there is a reward model.
     """
     relatives = session.relatives
     loaders = relatives.generators or {session.generator.name: lambda: session.generator}

@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Note:
-    """Something the person should know."""
+    """Information for the user."""
 
     kind: ClassVar[str] = "note"
     text: str

@@ -64,7 +64,7 @@ def read_prompts(path: Path) -> list[str]:
     else:
         rows = [line for line in text.splitlines() if line.strip()]
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path} holds no list of prompts; give one a line, or a JSON list.")
+        raise ValueError(f"{path} holds no list of prompts; give one per line, or a JSON list.")
     return [_prompt(row, f"Row {number} of {path}") for number, row in enumerate(rows, 1)]
 
 

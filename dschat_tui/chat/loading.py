@@ -28,7 +28,7 @@ class LoadOptions:
         dtype: auto, fp32, bf16 or fp16.
         tokenizer: folder or Hub id of the tokenizer, where the first model has none.
         trust_remote_code: run Python code that comes with a model.
-        placement: where weights and cache lie.
+        placement: where weights and cache are kept.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ def load_session(
     options: LoadOptions,
     note: Callable[[str], None],
 ) -> Session:
-    """Load a model and make the models beside it loadable.
+    """Load a model, and prepare to load those to compare it with.
 
     Args:
         path: what the person gave.
@@ -151,7 +151,7 @@ def _announce_download(name: str, note: Callable[[str], None]) -> None:
     note(f"There is no folder {name}; looking for it on the Hugging Face Hub.")
     try:
         files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
-    except Exception as error:  # of whichever library lies between here and the Hub
+    except Exception as error:  # of whichever library is used to reach the Hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name} is neither a folder here nor reachable on the Hub ({reason}); check the "

@@ -1,4 +1,4 @@
-"""One conversation: its turns, its settings, what of it still fits the model."""
+"""One conversation: its turns, its settings, and which part of it still fits the context."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Generator(Protocol):
         repetition_penalty: float,
         seed: int | None,
     ) -> Stream[str, None, None]:
-        """Yield an answer in pieces, one a token, which may be empty."""
+        """Yield an answer in pieces, one per token, which may be empty."""
         ...
 
 
@@ -78,12 +78,12 @@ class Judge(Protocol):
 
 @dataclass
 class Relatives:
-    """The other models beside the one that is talked to; each loads when it is asked for.
+    """The models to compare with; each is loaded at its first use.
 
     Attributes:
         generators: by name, such as base, sft, actor.
-        judge: the reward model, if there is one.
-        divergence: mean KL a token from the first generator to the second over the last answer
+        judge: loads the reward model, if there is one.
+        divergence: mean KL per token from the first generator to the second over the last answer
             of a conversation, in nats.
     """
 
@@ -148,7 +148,7 @@ class Session:
         return self._with_system(self.messages)
 
     def visible(self) -> list[Message]:
-        """Return what of the conversation the model still sees."""
+        """Return the part of the conversation that the model still sees."""
         return self._with_system(self.messages[self._first :])
 
     def clear(self) -> None:

@@ -1,1 +1,1 @@
-"""`dschat`: one file a command, with what it prints."""
+"""`dschat`: one file per command, with what it prints."""

@@ -73,7 +73,7 @@ def chat(
         Path | None, typer.Option(help="Write that table here: CSV if it ends so, else JSONL.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line on stdout.")
+        bool, typer.Option("--json", help="One JSON object per line on stdout.")
     ] = False,
 ) -> None:
     """Talk with a model."""

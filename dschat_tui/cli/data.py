@@ -97,7 +97,7 @@ def inspect_data(
 def export_data(
     source: SourceArgument,
     step: Annotated[int, typer.Option(min=1, max=3, help="The step whose rows are written.")],
-    output: Annotated[Path, typer.Option(help="File to write, one JSON object a line.")],
+    output: Annotated[Path, typer.Option(help="File to write, one JSON object per line.")],
     profile: ProfileOption = "tiny",
     assignments: Assignments = None,
 ) -> None:
@@ -173,7 +173,7 @@ def _tokenizer(config: RunConfig) -> tuple[PreTrainedTokenizerBase, str | None]:
 
 
 def _write_lines(output: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    """Write rows beside the file and rename, so that it is whole or not there; how many."""
+    """Write rows, so that the file is complete or absent; their number."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.new")
     count = 0
     try:

@@ -15,7 +15,7 @@ LEARNT, NOT_LEARNT = "32", "2"
 
 
 def as_table(entries: list[dict[str, Any]]) -> str:
-    """The known data sets, one a line."""
+    """The known data sets, one per line."""
     header = ["name", "language", "steps", "licence", "size"]
     rows = [
         [e["name"], e["language"], ",".join(map(str, e["steps"])), e["licence"], e["size"]]
@@ -25,7 +25,7 @@ def as_table(entries: list[dict[str, Any]]) -> str:
 
 
 def as_text(document: dict[str, Any], color: bool = False) -> str:
-    """The report on one data set; whether a token is learnt stands in words beside the colour."""
+    """The report on one data set; words say, beside the colour, whether a token is learnt."""
     parts = ["\n".join(_head(document)), _lengths(document)]
     if document.get("limits"):
         parts.append(_limits(document))

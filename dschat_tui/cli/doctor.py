@@ -29,7 +29,7 @@ def doctor(
 
 
 def _as_text(findings: list[Finding]) -> str:
-    """A line a finding, and below it what to do."""
+    """A line per finding, and below it what to do."""
     width = max(len(finding.title) for finding in findings)
     lines = []
     for finding in findings:

@@ -13,7 +13,7 @@ models_app = group("Models that can be fetched by name.")
 
 @models_app.command(name="get")
 def get_model(name: Annotated[str, typer.Argument(help="Name of a model.")]) -> None:
-    """Fetch a model, telling its size first, and print its folder."""
+    """Fetch a model and print its folder; its size is printed first."""
     from engine.models import catalogue
     from engine.models.folders import ModelError
 

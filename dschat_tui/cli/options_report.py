@@ -23,7 +23,7 @@ def find_options(prefix: str) -> list[Option]:
 
 
 def as_text(found: list[Option]) -> str:
-    """One paragraph an option: key, title, type, unit, default, help."""
+    """One paragraph per option: key, title, type, unit, default, help."""
     blocks = []
     for option in found:
         unit = f", {option.unit}" if option.unit else ""
@@ -49,7 +49,7 @@ def as_json(found: list[Option]) -> str:
 
 
 def as_markdown() -> str:
-    """The whole of docs/options.md, one table a group."""
+    """The whole of docs/options.md, one table per group."""
     lines = [
         "# Options",
         "",

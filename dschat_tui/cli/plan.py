@@ -25,7 +25,7 @@ def plan(
     profile: ProfileOption = "tiny",
     assignments: Assignments = None,
     accelerators: Annotated[
-        int | None, typer.Option(min=1, help="Ranks a node, in place of launch.num_accelerators.")
+        int | None, typer.Option(min=1, help="Ranks per node, in place of launch.num_accelerators.")
     ] = None,
     memory_gib: Annotated[
         float | None,
@@ -89,10 +89,10 @@ def _as_json(report: Report) -> str:
 
 
 def _as_text(report: Report) -> str:
-    """A table a step, what is held against what there is, and the change that makes it fit."""
+    """A table per step, what it takes of what there is, and the change that makes it fit."""
     plan = report.plan
     kind = "GPU" if plan.device == "cuda" else "process on the CPU"
-    lines = [f"{plan.ranks} x {kind}, {plan.dtype}; GiB a rank at the peak of each step"]
+    lines = [f"{plan.ranks} x {kind}, {plan.dtype}; GiB per rank at the peak of each step"]
     for step in plan.steps:
         held: dict[tuple[str, str], list[int]] = {}
         for item in step.items:

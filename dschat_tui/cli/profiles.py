@@ -44,7 +44,7 @@ def show_profile(
         bool, typer.Option("--resolved", help="Every option, with what it extends and defaults.")
     ] = False,
 ) -> None:
-    """Print a profile as it stands in its file, or as it is resolved."""
+    """Print a profile as its file has it, or as it is resolved."""
     from engine.config.loading import ConfigError, find_profile, load_profile, to_yaml
 
     try:

@@ -70,13 +70,13 @@ def _document(profile: Profile) -> dict[str, object]:
 
 
 def as_verdicts(profiles: list[Profile]) -> str:
-    """A line a profile: whether it can be used; then what stands against it."""
+    """A line per profile, whether it can be used; then its problems."""
     width = max((len(profile.name) for profile in profiles), default=0)
     lines = []
     for profile in profiles:
-        told = f"{profile.memory} GiB on {profile.devices}" if profile.report else profile.note
+        text = f"{profile.memory} GiB on {profile.devices}" if profile.report else profile.note
         word = "problem" if profile.problems else "ok"
-        lines.append(f"{word:<7}  {profile.name:<{width}}  {plain(told)}".rstrip())
+        lines.append(f"{word:<7}  {profile.name:<{width}}  {plain(text)}".rstrip())
         lines += [f"         {plain(problem)}" for problem in profile.problems]
     bad = sum(bool(profile.problems) for profile in profiles)
     lines.append(f"{len(profiles)} profiles, {bad or 'none'} with problems")
@@ -84,7 +84,7 @@ def as_verdicts(profiles: list[Profile]) -> str:
 
 
 def differences_as_table(first: str, second: str) -> str:
-    """Where two profiles differ, an option a line.
+    """Where two profiles differ, one option per line.
 
     Raises:
         ConfigError: one of them is not there or cannot be resolved.

@@ -20,7 +20,7 @@ class Renderer(Protocol):
 
 
 class TerminalRenderer:
-    """For a person at a terminal: answers stream, all else stands apart from them."""
+    """For a user at a terminal: answers stream, everything else is set apart from them."""
 
     def __init__(self, out: TextIO, color: bool = True) -> None:
         self.out = out
@@ -90,7 +90,7 @@ class PlainRenderer:
 
 
 class JsonRenderer:
-    """For another program: one JSON document a line for each event."""
+    """For another program: one JSON document per line and event."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out

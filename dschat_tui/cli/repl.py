@@ -133,12 +133,12 @@ def prompt_reader(prompt: str) -> Reader:
 def terminal_reader(history: Path | None = None, prompt: str = "you> ") -> Reader:
     """Read from the terminal with line editing, completion and a history across sessions.
 
-    A line that ends with a backslash goes on in the next one; three double quotes open and close
+    A line that ends with a backslash continues in the next one; three double quotes open and close
     a block of lines; pasted lines stay together.
 
     Args:
         history: file of the lines entered so far; None keeps none.
-        prompt: what stands before the person's line.
+        prompt: shown before the user's line.
     """
     import readline
 
@@ -207,7 +207,7 @@ def main(
         prompt: ask this once and end.
         eval_file: ask these prompts of every model and show the answers as a table.
         output: write that table here, CSV if it ends so, else JSONL.
-        as_json: write an event a line to stdout, for another program.
+        as_json: write one event per line to stdout, for another program.
     """
     try:
         found = find_model(path, options.tokenizer)

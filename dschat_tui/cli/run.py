@@ -1,4 +1,4 @@
-"""`dschat run`: start a run or go on with one, and watch it."""
+"""`dschat run`: start a run or resume one, and watch it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def run(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Go on with a run, after its newest checkpoint."),
+        typer.Option(metavar="RUN", help="Resume a run after its newest checkpoint."),
     ] = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="With --resume: change what mends the failure.")
+        bool,
+        typer.Option("--fix", help="With --resume: apply the change that fixes the failure."),
     ] = False,
     accept: AcceptOption = None,
     dashboard: Annotated[
@@ -68,14 +69,14 @@ def run(
         others = {"--output": output, "--steps": steps, "--data": data, "--dry-run": dry_run}
         given = [name for name, value in others.items() if value]
         if given:
-            refuse(f"--resume goes on with a run as it is: leave out {', '.join(given)}")
+            refuse(f"--resume continues a run as it is: leave out {', '.join(given)}")
         resume_and_watch(
             resume, assignments or [], fix, accept, detach, json_output, dashboard=dashboard
         )
     if fix:
-        refuse("--fix mends a run that failed: give it with --resume RUN")
+        refuse("--fix repairs a run that failed: give it with --resume RUN")
     if accept is not None:
-        refuse("--accept goes on with a run that waits at a gate: give it with --resume RUN")
+        refuse("--accept continues a run that waits at a gate: give it with --resume RUN")
     config = load_config(profile, data or [], assignments or [])
     name = Path(profile).stem
     folder = output if output is not None else next_free(Path("output"), name)
@@ -111,7 +112,7 @@ def resume_and_watch(
     json_output: bool,
     dashboard: bool = False,
 ) -> NoReturn:
-    """Go on with a run, told by its name or folder, and exit as it ends."""
+    """Resume a run by its name or folder, and exit as it ends."""
     from dschat_tui.runs import resume, supervisor
     from dschat_tui.runs.preflight import Refusal
 
@@ -122,7 +123,7 @@ def resume_and_watch(
             typer.echo(f"changed: {change}", err=True)
         after = "from its beginning" if resumption.after is None else f"after {resumption.after}"
         first = resumption.first
-        typer.echo(f"goes on with step {first.number} ({first.title}) {after}", err=True)
+        typer.echo(f"resuming with step {first.number} ({first.title}) {after}", err=True)
         resume.apply(resumption)
     except Refusal as refusal:
         refuse(*refusal.reasons)
@@ -161,8 +162,8 @@ def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     if code:
         return code  # a signal ended it
     state = run.read_state() or unknown_run_state()
-    goes_on = process.poll() is None or control.has_supervisor(state)
-    if goes_on and not (state["stop"] or run.stop_request.exists()):
+    is_running = process.poll() is None or control.has_supervisor(state)
+    if is_running and not (state["stop"] or run.stop_request.exists()):
         watch.tell_detached(run)
         return 0
     code = watch.watch(run, process if process.poll() is None else None, json_output=False)
@@ -174,7 +175,7 @@ def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
 
 
 def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
-    """Print where a run is that goes on by itself, and end."""
+    """Print the folder of a run that continues by itself, and exit."""
     if json_output:
         typer.echo(json.dumps({"name": run.path.name, "path": str(run.path)}))
     else:

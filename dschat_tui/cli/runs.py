@@ -1,4 +1,4 @@
-"""`dschat runs ...`: the runs there are, and what to do with one."""
+"""`dschat runs ...`: list, show, attach to, stop, resume and delete runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def attach(run: RunArgument, json_output: JsonFlag = False) -> None:
 
     folder = find_run(run)
     if not control.has_supervisor(control.describe(folder)["state"]):
-        refuse(f"{folder.path} is not going on. See how it ended: dschat runs show {run}")
+        refuse(f"{folder.path} is not running. See how it ended: dschat runs show {run}")
     raise typer.Exit(watch.watch(folder, None, json_output))
 
 
@@ -92,7 +92,7 @@ def stop(
     try:
         state = stopping.stop(folder, now, limit, note=lambda text: typer.echo(text, err=True))
     except control.NotRunning:
-        refuse(f"{folder.path} is not going on, so there is nothing to stop")
+        refuse(f"{folder.path} is not running, so there is nothing to stop")
     described = control.describe(folder)
     typer.echo(json.dumps(described, indent=2) if json_output else f"{folder.path}: {state}")
 
@@ -101,12 +101,14 @@ def stop(
 def resume_run(
     run: RunArgument,
     assignments: Assignments = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Change what mends the failure.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Apply the change that fixes the failure.")
+    ] = False,
     accept: AcceptOption = None,
     detach: DetachFlag = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Go on with a run, after the newest checkpoint of its first unfinished step."""
+    """Resume a run after the newest checkpoint of its first unfinished step."""
     resume_and_watch(run, assignments or [], fix, accept, detach, json_output)
 
 
@@ -122,7 +124,7 @@ def delete(
 
     folder = find_run(run)
     if control.has_supervisor(control.describe(folder)["state"]):
-        refuse(f"{folder.path} is going on. Stop it first: dschat runs stop {run}")
+        refuse(f"{folder.path} is running. Stop it first: dschat runs stop {run}")
     if not yes:
         if not sys.stdin.isatty():
             refuse("there is no terminal to ask on. Add --yes to delete without a question")

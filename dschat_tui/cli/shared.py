@@ -41,7 +41,9 @@ DataOption = Annotated[
 ]
 AcceptOption = Annotated[
     str | None,
-    typer.Option(metavar="REASON", help="Go on past a gate that was not reached, and note why."),
+    typer.Option(
+        metavar="REASON", help="Continue past a gate that was not reached, and record why."
+    ),
 ]
 DetachFlag = Annotated[bool, typer.Option("--detach", help="Start it, print its folder, and end.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

@@ -43,7 +43,7 @@ def sweep(
         typer.Option(help="Name of a profile, or a YAML file. Default: the matrix's, else tiny."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of the sweep. One that is there goes on.")
+        Path | None, typer.Option(help="Folder of the sweep. An existing sweep is continued.")
     ] = None,
     steps: Annotated[
         str | None,
@@ -60,7 +60,10 @@ def sweep(
     data: DataOption = None,
     assignments: Assignments = None,
     parallel: Annotated[
-        int, typer.Option(min=1, help="Cells at the same time; devices or cores are shared out.")
+        int,
+        typer.Option(
+            min=1, help="Cells at the same time; devices or cores are divided among them."
+        ),
     ] = 1,
     time_limit: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="Longest time of a cell.")
@@ -73,12 +76,12 @@ def sweep(
         bool, typer.Option("--dry-run", help="Show the matrix and what would run, and end.")
     ] = False,
     json_output: Annotated[
-        bool, typer.Option("--json", help="Events as JSON on stdout, one a line.")
+        bool, typer.Option("--json", help="Events as JSON on stdout, one per line.")
     ] = False,
 ) -> None:
     """Run a profile with every combination of some options, and report on it.
 
-    The same command again goes on with a sweep that was stopped.
+    Run the same command again to continue a sweep that was stopped.
     """
     if context.invoked_subcommand is not None:
         return
@@ -178,7 +181,7 @@ def _run(
     typer.echo(display.result_text(state))
     typer.echo(f"\nreport: {folder.report}")
     if outcome == "stopped":
-        typer.echo("stopped; the same command again goes on", err=True)
+        typer.echo("stopped; run the same command again to continue", err=True)
     for cell in state["cells"]:
         if cell["state"] in states.UNSUCCESSFUL:
             reason = one_line(cell["reason"])

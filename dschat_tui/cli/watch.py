@@ -75,9 +75,9 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
 
 
 def tell_detached(run: RunFolder) -> None:
-    """Say that a run goes on although nobody watches it any more."""
+    """Say that a run continues although nobody watches it any more."""
     shown = shlex.quote(shown_path(run.path))
-    print(f"The run goes on. See it: dschat runs attach {shown}", file=sys.stderr)
+    print(f"The run continues. Watch it: dschat runs attach {shown}", file=sys.stderr)
 
 
 def can_talk(state: RunState) -> bool:
@@ -86,7 +86,7 @@ def can_talk(state: RunState) -> bool:
 
 
 def _ask(watched: Watch) -> str:
-    """What a person wants after Ctrl-C; a second Ctrl-C is a stop, an end of input a detach."""
+    """The user's answer after Ctrl-C; a second Ctrl-C means stop, end of input means detach."""
     print(f"\n{QUESTION}", end="", file=sys.stderr, flush=True)
     while not watched.interrupts:
         ready, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
@@ -114,15 +114,15 @@ def _explain(run: RunFolder, state: RunState) -> str:
                 f"{plain(cause['line'])} -- {cause['advice']} Log: {run.training_log(step)}"
             )
     if state["state"] == PAUSED:
-        told = "; ".join(gates.told(record) for record in gates.waiting(state))
+        missed = "; ".join(gates.told(record) for record in gates.waiting(state))
         shown = shlex.quote(shown_path(run.path))
         return (
-            f"dschat: paused: {told}. Look at it: dschat runs show {shown}. To go on say why: "
-            f'dschat runs resume {shown} --accept "REASON"'
+            f"dschat: paused: {missed}. Details: dschat runs show {shown}. To continue, "
+            f'give a reason: dschat runs resume {shown} --accept "REASON"'
         )
     if state["state"] == STOPPED:
         return (
-            "dschat: stopped; nothing of the run is left running. Go on: dschat run --resume "
+            "dschat: stopped; nothing of the run is left running. Resume it: dschat run --resume "
             + shlex.quote(shown_path(run.path))
         )
     running = [r["process"] for r in state["steps"].values() if r["state"] == RUNNING]
@@ -157,9 +157,9 @@ class Lines:
             print(f"gate: {gates.told(record)}", file=sys.stderr)
         self.gates = len(missed)
         if self.watched.is_stopping():
-            told = ("", f"stopping {self.watched.stop_requests > 1}")
-            if self.shown != told:
-                self.shown = told
+            current = ("", f"stopping {self.watched.stop_requests > 1}")
+            if self.shown != current:
+                self.shown = current
                 print(self.watched.stopping_text(), file=sys.stderr, flush=True)
             return
         if step_watch is None:
@@ -179,7 +179,7 @@ class Lines:
 
 
 class LivePicture:
-    """A row a step, redrawn in place: state, time, bar, metrics, time left."""
+    """A row per step, redrawn in place: state, time, bar, metrics, time left."""
 
     def __init__(self, watched: Watch) -> None:
         from rich.console import Console
@@ -219,18 +219,18 @@ class LivePicture:
             started = record["started"]
             seconds = (record["ended"] or time.time()) - started if started else None
             bar: RenderableType = ""
-            told = result_line(step.name, record["metrics"])
+            text = result_line(step.name, record["metrics"])
             followed = watched.step_watch
             if record["state"] == RUNNING and followed is not None and followed.step == step:
                 progress = followed.progress
                 bar = ProgressBar(total=progress.total or 1, completed=progress.done, width=20)
-                told = followed.line()
+                text = followed.line()
             grid.add_row(
                 Text(f"{step.number} {step.title}"),
                 Text(record["state"], style=colours.get(record["state"], "dim")),
                 Text(duration(seconds) if seconds is not None else ""),
                 bar,
-                Text(told),
+                Text(text),
             )
         lines: list[RenderableType] = [Text(f"run: {watched.run.path}", style="dim"), grid]
         if watched.step_watch is not None and watched.step_watch.warnings:

@@ -37,7 +37,7 @@ class History:
 
 @dataclass(frozen=True)
 class News:
-    """What came to a log since."""
+    """What was added to a log since."""
 
     key: str
     update: Update
@@ -83,7 +83,7 @@ class Feed(threading.Thread):
             return taken
 
     def stop(self) -> None:
-        """Let the thread end; it looks for this 20 times a second."""
+        """Let the thread end; it checks 20 times per second."""
         self._stopped.set()
 
     def run(self) -> None:

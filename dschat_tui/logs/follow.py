@@ -17,8 +17,8 @@ _REMEMBERED_BYTES = 64
 class Batch:
     """Lines that were finished, with the byte at which each begins.
 
-    `restarted` tells that they begin a new file and the old one's lines count no more; `more` that
-    another read gives more at once.
+    `restarted` means that they begin a new file and the old one's lines no longer count; `more`
+    that another read gives more at once.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Batch:
 class Follower:
     """Reads what others append to a file, block by block, in bounded memory.
 
-    A file that is replaced, truncated or written anew is read from its beginning; one that is not
+    A file that is replaced, truncated or rewritten is read from its beginning; one that is not
     there yet is waited for. Of a line of more than 1 MiB the middle is dropped.
     """
 
@@ -56,7 +56,7 @@ class Follower:
         """What has come since the last read, at most one block.
 
         Raises:
-            OSError: the file is there but cannot be read.
+            OSError: the file exists but cannot be read.
         """
         restarted = self._descriptor is not None and self._is_another_file()
         if restarted:
@@ -77,7 +77,7 @@ class Follower:
         return Batch(lines, offsets, restarted, more=len(block) == BLOCK_BYTES)
 
     def close(self) -> None:
-        """Close the file; the next read begins anew."""
+        """Close the file; the next read starts over."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None

@@ -1,7 +1,7 @@
-"""What the numbers of a log suggest to look at, in plain words: pure functions over its series.
+"""What in a log needs attention, in plain words: pure functions over its series.
 
-Each verdict has its reading, the rule it was held against, and where the quantity is normally. None
-is a proof: "check this" means a person should look.
+Each verdict has its reading, the rule that was applied, and the normal range of the quantity. None
+is a proof: "check" means that it needs attention.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Vitals:
-    """What verdicts rest on. `silent_s` is for how long nothing was written, None if it ended."""
+    """What verdicts are based on; `silent_s` is how long nothing was written, None if it ended."""
 
     series: Mapping[str, Series]
     status: Status
@@ -127,12 +127,12 @@ def not_finite(vitals: Vitals) -> Verdict | None:
     bad = {name: s.nonfinite for name, s in vitals.series.items() if s.nonfinite}
     if not vitals.series:
         return None
-    told = ", ".join(f"{name} {count} times" for name, count in bad.items())
+    counts = ", ".join(f"{name} {count} times" for name, count in bad.items())
     return Verdict(
         "not_finite",
         CHECK if bad else OK,
         "NaN and infinity",
-        told or "none",
+        counts or "none",
         "no value is NaN or infinite",
         "none; lower the learning rate, or use bf16",
     )
@@ -242,13 +242,13 @@ def generation_share(vitals: Vitals) -> Verdict | None:
 
 
 def accuracy(vitals: Vitals) -> Verdict | None:
-    """Whether the reward model tells better from worse."""
+    """Whether the reward model ranks the better answer higher."""
     series = vitals.series.get("eval_accuracy") or vitals.series.get("accuracy")
     value = _now(series) if vitals.status.step in ("reward", "dpo") else None
     if value is None:
         return None
     return _held(
-        "accuracy", "pairs told right", f"{value:.3g}", str(ACCURACY), ACCURACY.holds(value)
+        "accuracy", "pairs ranked correctly", f"{value:.3g}", str(ACCURACY), ACCURACY.holds(value)
     )
 
 
@@ -284,7 +284,7 @@ def plateau(vitals: Vitals) -> Verdict | None:
 
 
 def seconds_a_step(series: Mapping[str, Series]) -> float | None:
-    """The median time of a step as the log tells it, or None where it does not."""
+    """The median seconds per step by the log, or None where it does not report them."""
     for name in ("e2e_s", "latency_s"):
         means = _means(series.get(name))
         if means:

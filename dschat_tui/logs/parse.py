@@ -51,7 +51,7 @@ class LogParser:
         self._model: str | None = None
         self._counters: dict[str, int] = {}
         self._not_finite: set[str] = set()
-        # what of a record is a quantity, by its keys: mostly those of the record before
+        # the quantities of a record by its keys, which are mostly those of the record before
         self._quantities: dict[tuple[str, ...], Quantities] = {}
         self._lines = 0
         self._size = 0

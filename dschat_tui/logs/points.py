@@ -46,7 +46,7 @@ class Gatherer:
     def add(
         self, names: tuple[str, ...], values: Sequence[float | None], step: float, offset: int
     ) -> None:
-        """Add a record's values by name; None stands for one that it does not have."""
+        """Add a record's values by name; None means that it does not have one."""
         if names != self._names:
             self._flush()
             self._names = names
@@ -97,7 +97,7 @@ class Gatherer:
 
 
 def _is_finite(values: Sequence[float]) -> bool:
-    """Whether all are finite; mostly, so that one look at their sum tells."""
+    """Whether all are finite; mostly they are, and their sum shows it at once."""
     try:
         return -_GREATEST <= sum(values) <= _GREATEST
     except OverflowError:  # an integer beyond all floats

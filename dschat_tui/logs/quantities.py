@@ -35,7 +35,7 @@ class Quantity(NamedTuple):
 
     @property
     def help(self) -> str:
-        """What it is, where it is normally and, where a verdict is held against it, why there."""
+        """Meaning, normal range and, where a verdict uses a limit, the limit with its reason."""
         text = f"{self.meaning} Normally {self.normal}."
         if self.limit is None:
             return text
@@ -172,7 +172,7 @@ QUANTITIES = {quantity.name: quantity for quantity in _TABLE}
 
 
 def title(name: str) -> str:
-    """What a person reads for a quantity; names that nobody described are shown as they are."""
+    """The title of a quantity; names without a description are shown as they are."""
     return QUANTITIES[name].title if name in QUANTITIES else name.replace("_", " ")
 
 

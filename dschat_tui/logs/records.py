@@ -13,7 +13,7 @@ LINES_PER_MARK = 64
 
 
 class Event(NamedTuple):
-    """Something that happened: its kind, the text for a person, the byte of its line."""
+    """Something that happened: its kind, its text, and the byte offset of its line."""
 
     kind: str
     text: str
@@ -42,7 +42,7 @@ class Status:
 class Update:
     """What some lines added: points by the name of their series, events, every 64th line's offset.
 
-    With `cut_from`, what series had from that step on is told again, by a run that was resumed.
+    With `cut_from`, a resumed run reports again what series held from that step on.
     """
 
     points: Mapping[str, Points]

@@ -13,7 +13,7 @@ from dschat_tui.logs.follow import Batch, Follower
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.records import Update
 
-# where a log does not tell how long a step took
+# Where a log does not say how long a step took.
 SECONDS_A_STEP = 1.0
 TIMES = ("e2e_s", "latency_s")
 _LONGEST_WAIT = 0.05
@@ -22,7 +22,7 @@ _LONGEST_WAIT = 0.05
 class Replay(threading.Thread):
     """Gives what a `Feed` gives, one log after another, `speed` times as fast as it happened.
 
-    Time passes by the seconds of each step that the log tells; what lies between takes none.
+    Time passes by the seconds per step that the log reports; what is between them takes none.
     """
 
     def __init__(self, logs: Mapping[str, Path], speed: float) -> None:
@@ -42,7 +42,7 @@ class Replay(threading.Thread):
             return taken
 
     def stop(self) -> None:
-        """Let the thread end; it looks for this 20 times a second."""
+        """Let the thread end; it checks 20 times per second."""
         self._stopped.set()
 
     def run(self) -> None:
@@ -73,14 +73,14 @@ class Replay(threading.Thread):
         self._messages.put(News(key, parser.finish(), time.time()))
 
     def _seconds(self, update: Update, done_before: int) -> float:
-        told = sum(
+        seconds = sum(
             value
             for name in TIMES
             if name in update.points
             for value in update.points[name].values
             if value > 0
         )
-        return told or SECONDS_A_STEP * max(update.status.done - done_before, 0)
+        return seconds or SECONDS_A_STEP * max(update.status.done - done_before, 0)
 
 
 def _lines(path: Path) -> Iterator[Batch]:

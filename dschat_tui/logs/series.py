@@ -58,7 +58,7 @@ class Series:
         return self.total
 
     def append(self, value: float, step: float, offset: int = 0) -> None:
-        """Add the value of a step, told by the line at byte `offset` of the log."""
+        """Add the value of a step, from the line at byte `offset` of the log."""
         self.extend((value,), (step,), (offset,))
 
     def extend(
@@ -123,7 +123,7 @@ class Series:
         self._width *= 2
 
     def forget_from(self, step: float) -> None:
-        """Drop the buckets that begin at `step` or later: a resumed run tells them again."""
+        """Drop the buckets that begin at `step` or later: a resumed run reports them again."""
         kept = bisect_left(self._step, step)
         for column in (self._low, self._high, self._sum, self._count, self._step, self._offset):
             del column[kept:]

@@ -1,1 +1,1 @@
-"""A run on disk: its folder and state, the checks before it, the processes, what a person sees."""
+"""A run on disk: folder and state, checks before it, processes, progress and results."""

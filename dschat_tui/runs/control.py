@@ -1,4 +1,4 @@
-"""Requests to a run whose supervisor another process started, and what there is to be found."""
+"""Finding runs, describing them, and asking their supervisors to stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS_FOLDER = Path("output")
 class Described(TypedDict):
     """What `dschat runs` reports of a run.
 
-    `standing` is its state as it is, `problem` what is wrong with an unreadable run.json,
+    `standing` is its actual state, `problem` what is wrong with an unreadable run.json,
     `checkpoints` the steps at which each step has one.
     """
 
@@ -60,7 +60,7 @@ def find_run(name: str) -> RunFolder:
             return RunFolder(path)
     raise NoSuchRun(
         f"{name} is no run: there is no {Path(name) / 'run.json'}, nor "
-        f"{RUNS_FOLDER / name / 'run.json'}. `dschat runs list` shows those that are there"
+        f"{RUNS_FOLDER / name / 'run.json'}. `dschat runs list` shows those that exist"
     )
 
 
@@ -86,7 +86,7 @@ def has_supervisor(state: RunState | None) -> bool:
 
 
 def standing(state: RunState) -> str:
-    """The state of a run as it is: `running` in run.json is `lost` without a supervisor."""
+    """The actual state of a run: `running` in run.json is `lost` without a supervisor."""
     lost = state["state"] == RUNNING and not has_supervisor(state)
     return LOST if lost else state["state"]
 
@@ -156,7 +156,7 @@ def end_now(run: RunFolder, process: subprocess.Popen[bytes] | None = None) -> N
 
 
 def delete(run: RunFolder) -> list[str]:
-    """Remove what a run made; the names of what else lies in its folder, which stays.
+    """Remove what a run made; the names of what else is in its folder, which stays.
 
     Raises:
         NotDeletable: its supervisor or another of its processes is alive.
@@ -165,7 +165,7 @@ def delete(run: RunFolder) -> list[str]:
     """
     state = describe(run)["state"]
     if has_supervisor(state):
-        raise NotDeletable(f"{run.path} is going on. Stop it first: dschat runs stop {run.path}")
+        raise NotDeletable(f"{run.path} is running. Stop it first: dschat runs stop {run.path}")
     if leftovers(state):
         raise NotDeletable(
             f"processes of {run.path} are alive. `dschat run --resume {run.path}` ends them"

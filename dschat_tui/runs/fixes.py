@@ -1,4 +1,4 @@
-"""The change of a run's configuration that mends a failure, by the cause's id."""
+"""The change of a run's configuration that fixes a failure, by the cause's id."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _fewer_checkpoints(config: RunConfig, step: StepName) -> Assignments:
     return {"checkpoint.keep_last": 1}
 
 
-# Causes that no option mends are missing: a person has to give a path, room, or a connection.
+# Causes that no option fixes are missing: they need a path, disk space, or a connection.
 FIXES: Mapping[str, Fix] = {
     "out_of_memory": _less_memory,
     "killed": _less_host_memory,
@@ -79,7 +79,7 @@ FIXES: Mapping[str, Fix] = {
 
 
 def fix_for(cause: str, config: RunConfig, step: StepName) -> Assignments:
-    """What to set, by the keys of the configuration; empty where no option mends the cause."""
+    """What to set, by the keys of the configuration; empty where no option fixes the cause."""
     fix = FIXES.get(cause)
     if fix is None:
         return {}

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything lies, and `run.json`, its state."""
+"""The folder of a run: its paths, and `run.json`, its state."""
 
 from __future__ import annotations
 

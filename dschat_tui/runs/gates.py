@@ -1,8 +1,8 @@
 """Gates between the steps: what a finished step must have reached for the next to begin.
 
 run.json has a record of every gate that was not reached, under `gates`: the option, the step, the
-reading, the threshold, the action (pause or warn), when, and who goes on regardless, with which
-reason (`accepted`).
+reading, the threshold, the action (pause or warn), when, and why the run continued anyway
+(`accepted`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def known(state: RunState) -> list[GateRecord]:
 
 
 def waiting(state: RunState) -> list[GateRecord]:
-    """The gates of a run's finished steps that wait for a reason to go on."""
+    """The gates of a run's finished steps that wait for a reason to continue."""
     return [
         record
         for record in known(state)
@@ -83,12 +83,12 @@ def waiting(state: RunState) -> list[GateRecord]:
 
 
 def accept(record: GateRecord, reason: str) -> None:
-    """Note that the run goes on regardless of a gate."""
+    """Record that the run continues past a gate."""
     record["accepted"] = {"time": time.time(), "reason": reason}
 
 
 def told(record: GateRecord) -> str:
-    """What a gate's record says, as one line for a person."""
+    """What a gate's record says, as one line of text."""
     gate = _BY_KEY[record["gate"]]
     step = BY_NAME[record["step"]]
     head, reading = f"step {step.number} ({step.title}): {gate.title}", record["reading"]
@@ -100,7 +100,7 @@ def told(record: GateRecord) -> str:
 
 
 def told_whole(record: GateRecord) -> str:
-    """The same with what became of it."""
+    """The same, with the reason for which the run continued."""
     if record["accepted"] is not None:
-        return f"{told(record)}; gone on: {record['accepted']['reason']}"
+        return f"{told(record)}; continued: {record['accepted']['reason']}"
     return told(record)

@@ -19,7 +19,7 @@ ABSENT = "-"
 
 @dataclass(frozen=True)
 class PastRun:
-    """One run: its standing, the state of each of its steps, what came out."""
+    """One run: its state, the state of each of its steps, its results."""
 
     path: Path
     standing: str

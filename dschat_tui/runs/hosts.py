@@ -42,7 +42,7 @@ _SAFE_PATH = re.compile(r"[\w@%+=:,./-]+")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host told, or in `problem` why it told nothing, with what to do about it."""
+    """What a host answered, or in `problem` why it did not, with what to do about it."""
 
     host: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def hosts_of(text: str) -> dict[str, int]:
     """The hosts of a hostfile with their slots, in its order.
 
     Raises:
-        ValueError: a line that is not 'host slots=N', or a host that is there twice.
+        ValueError: a line that is not 'host slots=N', or a host that is listed twice.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -123,8 +123,8 @@ def _ask(host: str, seen: Path | None) -> Answer:
         return Answer(host, problem=f"ssh does not start: {error}", advice="Install an ssh client")
     if done.returncode == 0:
         try:
-            told, gpus, sees = json.loads(done.stdout.strip().splitlines()[-1])
-            return Answer(host, {str(k): str(v) for k, v in told.items()}, int(gpus), bool(sees))
+            there, gpus, sees = json.loads(done.stdout.strip().splitlines()[-1])
+            return Answer(host, {str(k): str(v) for k, v in there.items()}, int(gpus), bool(sees))
         except (ValueError, IndexError, TypeError, AttributeError):
             advice = "Let its shell print nothing where it is not interactive"
             return Answer(host, problem=f"answers {done.stdout[:200]!r}", advice=advice)
@@ -157,7 +157,7 @@ def refusals(launch: LaunchConfig, run: Path) -> list[str]:
         ]
     reasons = [
         f"{place}: {host} has slots={slots}, fewer than launch.num_accelerators="
-        f"{launch.num_accelerators}. Take fewer a node, or leave this host out"
+        f"{launch.num_accelerators}. Use fewer per node, or leave this host out"
         for host, slots in list(hosts.items())[:wanted]
         if slots < launch.num_accelerators
     ]
@@ -194,7 +194,7 @@ def _refused_hosts(launch: LaunchConfig, hosts: list[str], run: Path) -> list[st
         if has_gpus and answer.gpus < launch.num_accelerators:
             reasons.append(
                 f"{name} has {answer.gpus} GPUs, fewer than launch.num_accelerators="
-                f"{launch.num_accelerators}. Take fewer a node, or leave this host out"
+                f"{launch.num_accelerators}. Use fewer per node, or leave this host out"
             )
         if not answer.sees_folder:
             reasons.append(

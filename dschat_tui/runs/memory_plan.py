@@ -36,12 +36,12 @@ class PlanError(ValueError):
 
 
 class UnplannedFamilyError(PlanError):
-    """A model of a family that the planner does not know: no plan, but it trains all the same."""
+    """A model of a family that the planner does not know: no plan, but it can be trained."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A plan, the memory that it is held against, and what makes it fit where it does not."""
+    """A plan, the memory available, and what makes it fit where it does not."""
 
     plan: Plan
     memory_bytes: int
@@ -57,16 +57,16 @@ class Report:
         """Whether it fits, and the change that makes it fit where one was looked for."""
         plan = self.plan
         if plan.device == "cpu":
-            told = f"{gib(plan.node_host_bytes)} GiB of {gib(self.memory_bytes)} GiB host memory"
+            need = f"{gib(plan.node_host_bytes)} GiB of {gib(self.memory_bytes)} GiB host memory"
         else:
-            told = f"{gib(plan.device_bytes)} GiB of {gib(self.memory_bytes)} GiB a device, "
-            told += f"{gib(plan.node_host_bytes)} GiB"
+            need = f"{gib(plan.device_bytes)} GiB of {gib(self.memory_bytes)} GiB per device, "
+            need += f"{gib(plan.node_host_bytes)} GiB"
             if self.host_memory_bytes is not None:
-                told += f" of {gib(self.host_memory_bytes)} GiB"
-            told += " on the host of a node"
+                need += f" of {gib(self.host_memory_bytes)} GiB"
+            need += " on the host of a node"
         if self.fits:
-            return [f"fits: {told}"]
-        lines = [f"does not fit: {told}"]
+            return [f"fits: {need}"]
+        lines = [f"does not fit: {need}"]
         if self.change is None:
             lines.append("no single change, nor two, make it fit: more devices, or smaller models")
         else:
@@ -84,12 +84,12 @@ def make(
     find_change: bool = True,
     offline: bool = False,
 ) -> Report:
-    """Plan a configuration against GPUs with so much memory, or against this machine.
+    """Plan a configuration for GPUs with so much memory, or for this machine.
 
     Args:
-        config: what is planned.
+        config: the configuration to plan.
         memory_gib: of a GPU; None: what this machine has.
-        find_change: look for what makes it fit, which can take seconds.
+        find_change: search for the smallest change that makes it fit, which can take seconds.
         offline: never ask the Hub for the config.json of a model that is not here.
 
     Raises:
@@ -99,7 +99,7 @@ def make(
     on_gpu = gpu_memory() if memory_gib is None else int(memory_gib * GIB)
     device: Device = "cpu" if on_gpu is None else "cuda"
     memory = host_memory if on_gpu is None else on_gpu
-    # a plan for other machines says nothing of their host memory
+    # a plan for other machines knows nothing about their host memory
     host = host_memory if device == "cuda" and memory_gib is None else None
     actor, reward = shapes_of(config, offline)
     nodes = number_of_nodes(config)
@@ -121,7 +121,7 @@ def make(
 
 
 def on_gpus(config: RunConfig) -> Report:
-    """Plan against the accelerators that a profile was chosen for, without any network.
+    """Plan for the accelerators that a profile is meant for, without any network access.
 
     The memory is launch.memory_gib, or what the plan takes where that is empty. Steps that
     data.split leaves no data are not planned.
@@ -208,7 +208,7 @@ def number_of_nodes(config: RunConfig) -> int:
 
 
 def resolved_dtype(name: str, device: Device) -> Dtype:
-    """What `dtype` comes to on a device."""
+    """The format that `dtype` means on a device."""
     if name != "auto":
         return cast(Dtype, name)
     if device == "cuda":

@@ -40,7 +40,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 class Refusal(Exception):
-    """A run that must not start; `reasons` say what is wrong and the way out, one each."""
+    """A run that must not start; `reasons` say what is wrong and what to do, one reason each."""
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__("\n".join(reasons))
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that passed the checks; `notes` are what a person should know before it starts."""
+    """A run that passed the checks; `notes` is what the user should know before it starts."""
 
     config: RunConfig
     run: RunFolder
@@ -58,7 +58,7 @@ class Plan:
 
 
 def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
-    """Check a run of the steps `numbers` (None: all that no finished model stands in for).
+    """Check a run of the steps `numbers` (None: all that no finished model replaces).
 
     The configuration that comes back has absolute paths and its number of nodes, so that the run
     does not depend on the folder it was started from, nor on later changes of a hostfile.
@@ -90,7 +90,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
 
 
 def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:
-    """What stands against `steps` of a run that has its folder: rules, models, disk, launcher."""
+    """Why `steps` of an existing run cannot run: rules, models, disk, launcher."""
     reasons = [str(violation) for violation in check(config, model_facts(config))]
     reasons += _check_models(config, steps)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -99,14 +99,14 @@ def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) 
 
 
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
-    """The steps asked for, in order; without a wish all that no finished model stands in for."""
+    """The steps asked for, in order; None: all that no finished model replaces."""
     if numbers is not None:
         return [step for step in config.steps if step.number in numbers]
     return [step for step in config.steps if _replacement(config, step) is None]
 
 
 def _replacement(config: RunConfig, step: Step) -> str | None:
-    """The finished model that stands in for a step."""
+    """The finished model that replaces a step, or None."""
     return None if step.replaced_by is None else get_value(config, step.replaced_by)
 
 
@@ -159,7 +159,7 @@ def _make_absolute(sources: list[DataSource]) -> None:
 
 
 def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
-    """What stands against the data of each step, its overrides of data put in."""
+    """Why the data of each step cannot be used, with the step's own overrides applied."""
     alone = [step for step in steps if "data" in getattr(config, step.name).overrides]
     common = [step.number for step in steps if step not in alone]
     reasons = checks.refusals(config, common) if common or not alone else []
@@ -169,7 +169,7 @@ def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """Positions and vocabularies of the models that lie on this disk; nothing is downloaded."""
+    """Positions and vocabularies of the models on this disk; nothing is downloaded."""
     actor = actor_of(config.models)
     reward = reward_of(config.models) or actor
     return ModelFacts(
@@ -204,14 +204,14 @@ def _all_sources(config: RunConfig) -> list[DataSource]:
 
 
 def _model_folder(name: str) -> Path:
-    """The folder of a model that lies here, else a path at which there is nothing."""
+    """The folder of a model on this machine, else a path that does not exist."""
     return names.local_folder(name) or Path(name)
 
 
 def _positions(name: str) -> int | None:
     model_config = names.local_config(name) or {}
     if model_config.get("model_type") == "bloom":
-        return None  # ALiBi: seq_length tells of its pretraining, not of a limit
+        return None  # ALiBi: seq_length is that of its pretraining, not a limit
     for key in POSITION_KEYS:
         if isinstance(model_config.get(key), int):
             return int(model_config[key])
@@ -271,7 +271,7 @@ def _check_additional(
     supervisor = control.supervisor_of(state)
     if state["state"] == RUNNING and supervisor is not None:
         return [
-            f"--output {path}: this run is going on (process {supervisor['pid']}). "
+            f"--output {path}: this run is running (process {supervisor['pid']}). "
             "Wait for its end, or choose another --output"
         ]
     begun = [
@@ -341,9 +341,9 @@ def _check_models(config: RunConfig, steps: list[Step]) -> list[str]:
 
 
 def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
-    """What the families of the models that lie here cannot be, and LoRA patterns without a layer.
+    """Which local models cannot take their role, and LoRA patterns that match no layer.
 
-    A family that the planner knows is tested; another is asked what it can be.
+    Families that the planner knows are tested; of others the model itself is asked.
     """
     models = config.models
     used: dict[RoleName, Origin] = {"actor": actor_of(models)}
@@ -370,7 +370,7 @@ def _check_families(config: RunConfig, steps: set[StepName]) -> list[str]:
 def _check_unknown_family(
     role: RoleName, model: str, folder: Path, patterns: list[str], trust_remote_code: bool
 ) -> list[str]:
-    """What stands against a model of a family that the planner does not know, in a role."""
+    """Why a model of a family that the planner does not know cannot take a role."""
     modified = (folder / "config.json").stat().st_mtime_ns
     able = _abilities(str(folder), modified, trust_remote_code)
     problem, layers = (
@@ -413,10 +413,9 @@ def _abilities(folder: str, modified: int, trust_remote_code: bool) -> _Abilitie
 
 
 def _notes(config: RunConfig, steps: list[Step]) -> list[str]:
-    """What a person should know of a run that may start.
+    """What the user should know about a run that may start.
 
-    That is a step that is left out, a warm-up that outlasts training, and a family that there is
-    no plan of memory for.
+    A step that is left out, a warm-up that outlasts training, and a family without a memory plan.
     """
     options = [(step.name, getattr(config, step.name)) for step in steps]
     problems = [warmup_problem(name, each, each.max_steps) for name, each in options]
@@ -454,7 +453,7 @@ def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[
     if not steps:
         return ["no step is left to run. Name some with --steps"]
     reasons = [
-        f"--steps asks for step {step.number}, which {step.replaced_by} stands in for. Leave out "
+        f"--steps asks for step {step.number}, which {step.replaced_by} replaces. Leave out "
         "one of them"
         for step in steps
         if _replacement(config, step)

@@ -65,7 +65,7 @@ def note_lost_supervisor(run: RunFolder, state: RunState) -> None:
             record["cause"] = {
                 "id": "supervisor_lost",
                 "line": f"the supervisor of this run, process {pid}, was killed",
-                "advice": "The processes of the step were ended. Go on after the last "
+                "advice": "The processes of the step were ended. Resume it from the last "
                 f"checkpoint: dschat run --resume {run.path}",
             }
     state["state"] = FAILED

@@ -27,7 +27,7 @@ def read_records(path: Path) -> Iterator[FinalMetrics]:
 
 
 def final_metrics(step: str, step_folder: Path) -> FinalMetrics:
-    """The final numbers of a step by name; only those that its metrics.jsonl tells."""
+    """The final numbers of a step by name; only those that its metrics.jsonl holds."""
     records = list(read_records(step_folder / METRICS_FILE))
     steps = [record for record in records if record.get("kind") == "metrics"]
     found: FinalMetrics = {"steps": len(steps)}

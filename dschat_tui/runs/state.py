@@ -31,7 +31,7 @@ class ProcessIdentity(TypedDict):
 class StepState(TypedDict):
     """One step; times are in seconds since the epoch.
 
-    `log_offset` is where its log begins in training.log: earlier attempts stand before it.
+    `log_offset` is where its log begins in training.log, after those of earlier attempts.
     """
 
     state: str
@@ -47,7 +47,7 @@ class StepState(TypedDict):
 
 
 class Acceptance(TypedDict):
-    """Why a person lets the run go on past a gate, and since when."""
+    """Why a person let the run continue past a gate, and when."""
 
     time: float
     reason: str

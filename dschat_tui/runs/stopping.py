@@ -34,7 +34,7 @@ def stop(run: RunFolder, now: bool, limit_seconds: float, note: Callable[[str], 
         run: one whose supervisor is alive.
         now: without a checkpoint.
         limit_seconds: how long the step may take to save; then the supervisor ends its processes.
-        note: is told how it goes.
+        note: called with progress.
 
     Raises:
         NotRunning: its supervisor is gone, or runs on another machine.

@@ -145,7 +145,7 @@ class Supervisor:
             content = json.loads(self.run_folder.stop_request.read_text(encoding="utf-8"))
             limit = float(content["limit_seconds"])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            # a person may have made the file with `touch`
+            # the user may have made the file with `touch`
             print(f"stop-request without a limit ({error!r}): {limit:.0f} s", file=sys.stderr)
         self.save_until = time.monotonic() + limit
         self.state["stop"] = {"asked": time.time(), "limit_seconds": limit}
@@ -167,11 +167,11 @@ class Supervisor:
         try:
             self.run_folder.write_state(self.state)
         except OSError as error:
-            # training goes on: what it writes may still fit, and the next beat may succeed
+            # training continues: what it writes may still fit, and the next heartbeat may succeed
             self._say(f"cannot write {self.run_folder.state_file}: {error}")
 
     def _say(self, text: str) -> None:
-        # the supervisor's own log lies on the same disk
+        # the supervisor's own log is on the same disk
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
@@ -180,7 +180,7 @@ class Supervisor:
         folder.mkdir(parents=True, exist_ok=True)
         command = self.command_of(step)
         log_path = self.run_folder.training_log(step)
-        # what stands in the log before was said by an earlier attempt
+        # what is in the log already was written by an earlier attempt
         offset = log_path.stat().st_size if log_path.exists() else 0
         record["state"], record["started"] = RUNNING, time.time()
         record["command"], record["log_offset"] = command, offset
@@ -270,7 +270,7 @@ class Supervisor:
                 self.stop_requests = max(1, self.stop_requests)
             if kill_at is None and (self.stop_requests or returncode is not None):
                 kill_at = now + self.grace_seconds
-            # after an exit of 0 stragglers may be writing still: they have the grace in peace
+            # after exit code 0, stragglers get the full grace period: they may still be writing
             if not terminated and (self.stop_requests or returncode not in (None, 0)):
                 _signal_all(leader, signal.SIGTERM)
                 terminated = True

@@ -86,7 +86,7 @@ class Watch:
         A run whose supervisor died without an end stays `running` (or `pending`).
 
         Args:
-            show: is called after each look.
+            show: called after each look.
             ask: what to do after the first Ctrl-C: "detach", "stop" or "continue". Without it a
                 Ctrl-C is a request to stop.
         """

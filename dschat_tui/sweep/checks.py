@@ -61,7 +61,7 @@ def examine(sweep: Sweep, output: Path) -> dict[str, Outcome]:
 
 
 def outcome(state: str, reason: str, cause: Cause | None = None) -> Outcome:
-    """What a cell came to, for its record."""
+    """The outcome of a cell, for its record."""
     return {"state": state, "reason": reason, "cause": cause}
 
 
@@ -88,7 +88,7 @@ def shortages(config: RunConfig, steps: Sequence[int]) -> list[str]:
         if plan.device == "cuda" and step.device_bytes > on_device:
             found.append(
                 f"does not fit: step {number} takes {gib(step.device_bytes)} GiB of "
-                f"{gib(on_device)} GiB a device"
+                f"{gib(on_device)} GiB per device"
             )
         wanted = max(step.node_phases(plan.ranks_per_node).values())
         if on_host is not None and wanted > on_host:

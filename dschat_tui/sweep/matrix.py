@@ -29,7 +29,7 @@ from engine.config.steps import BY_NAME, STEPS, StepName
 
 Values = dict[str, object]
 
-# Axes that stand for the same feature of both models, and what the names of cells begin with.
+# Axes over a feature of both models, and the prefix of each in the names of cells.
 FEATURES: Mapping[str, str] = {
     "zero_stage": "z",
     "hybrid_engine": "he_",
@@ -128,7 +128,7 @@ def make(
     values = apply_overrides(read_profile(profile), list(assignments))
     if data:
         set_value(values, "data.sources", [{"path": path} for path in data])
-    # nobody is there to let a sweep's runs through their gates
+    # a sweep runs unattended, so nobody could accept a missed gate
     changes: Values = {"gates.action": "warn"}
     if 3 not in steps:
         # it has no part in steps 1 and 2, and its rules none in their matrix
@@ -242,10 +242,10 @@ def axis_of(key: str, values: Iterable[object]) -> Axis:
     found = tuple(values)
     if not found:
         raise ConfigError(f"--axis {key}= has no values; write {key}=v1,v2")
-    told = [json.dumps(value, default=str) for value in found]
-    twice = next((one for one in told if told.count(one) > 1), None)
+    texts = [json.dumps(value, default=str) for value in found]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--axis {key}: the value {twice} is there twice; leave out one")
+        raise ConfigError(f"--axis {key}: the value {twice} is given twice; leave out one")
     return Axis(key, found)
 
 
@@ -315,10 +315,10 @@ def parse_steps(label: str, steps: object) -> tuple[int, ...]:
         ConfigError: something else.
     """
     parts = steps if isinstance(steps, list) else str(steps).split(",")
-    told = [str(part).strip() for part in parts]
-    if not told or not all(part in ("1", "2", "3") for part in told):
+    texts = [str(part).strip() for part in parts]
+    if not texts or not all(text in ("1", "2", "3") for text in texts):
         raise ConfigError(f"{label} {steps}: steps are 1, 2 and 3, with commas between")
-    numbers = sorted({int(part) for part in told})
+    numbers = sorted({int(text) for text in texts})
     if numbers == [1, 3]:
         raise ConfigError(f"{label} {steps}: step 2 lies between them; give 1,2,3 or 3")
     return tuple(numbers)
@@ -393,11 +393,11 @@ def _preparations(
             for key, value in cell.assignments.items()
             if key.split(".")[0] in PREPARED_SECTIONS
         }
-        told = json.dumps(own, default=str)
-        if told not in names:
+        key = json.dumps(own, default=str)
+        if key not in names:
             name = _free_name("preparation" + (f"_{cell_name(own)}" if own else ""), taken)
-            names[told] = name
+            names[key] = name
             config = resolve(apply_overrides(values, written(own)), "--axis")
             preparations[name] = Preparation(name, config, needed)
-        preparation_of[cell.name] = names[told]
+        preparation_of[cell.name] = names[key]
     return preparations, preparation_of

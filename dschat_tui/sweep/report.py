@@ -1,4 +1,4 @@
-"""What a sweep came to: sweep.csv, report.md with a picture, and two sweeps side by side."""
+"""The results of a sweep: sweep.csv, report.md with a picture, and two sweeps compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dschat_tui.text import duration, one_line
 COMPARED = ("samples_per_s", "step_s", "generate_s", "train_s")
 MEMORY = ("peak_device_bytes", "peak_host_bytes")
 PARTS = ("generate_s", "train_s", "other_s")
-BAR_SIGNS = ("█", "▒", "░")
+BAR_GLYPHS = ("█", "▒", "░")
 BAR_CELLS = 40
 BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~])")
@@ -55,7 +55,7 @@ class Effect:
 
 
 def write(folder: SweepFolder, state: SweepState) -> None:
-    """Write sweep.csv, report.md and its picture anew."""
+    """Rewrite sweep.csv, report.md and its picture."""
     folder.replace(folder.table, as_csv(state))
     picture = as_picture(state)
     if picture:
@@ -271,12 +271,14 @@ def _timed_cells(state: SweepState) -> list[tuple[float, CellRecord]]:
     return [(s, cell) for cell in done_cells(state) if (s := number(cell, "step_s")) is not None]
 
 
-def bar_text(cell: CellRecord, longest: float, width: int, signs: Sequence[str] = BAR_SIGNS) -> str:
-    """The parts of a step as signs; `longest` is the step, in seconds, that fills the width."""
+def bar_text(
+    cell: CellRecord, longest: float, width: int, glyphs: Sequence[str] = BAR_GLYPHS
+) -> str:
+    """The parts of a step as glyphs; `longest` is the step, in seconds, that fills the width."""
     bar, until = "", 0.0
-    for key, sign in zip(PARTS, signs, strict=True):
+    for key, glyph in zip(PARTS, glyphs, strict=True):
         until += _seconds(cell, key)
-        bar += sign * (round(until / longest * width) - len(bar))
+        bar += glyph * (round(until / longest * width) - len(bar))
     return bar
 
 

@@ -107,7 +107,7 @@ class Runner:
 
     Attributes:
         environments: one for each run at the same time: what it adds to the environment.
-        time_limit: seconds a cell may take.
+        time_limit: most seconds per cell.
     """
 
     sweep: Sweep
@@ -183,7 +183,7 @@ class Runner:
         self._save()
 
     def _work(self, kind: Kind, queue: Sequence[RunRecord]) -> None:
-        """Run these records' runs, in order, as many at once as there are environments."""
+        """Run what these records describe, in order, as many at once as there are environments."""
         queue = list(queue)
         while (queue and not self.is_stopping) or self.tasks:
             free = set(range(len(self.environments))) - {task.slot for task in self.tasks}
@@ -226,9 +226,9 @@ class Runner:
         steps: Sequence[Step],
         environment: Mapping[str, str],
     ) -> tuple[subprocess.Popen[bytes] | None, int | None]:
-        """The supervisor of a new run and its pid; of one that goes on, its pid alone.
+        """The supervisor of a new run and its pid; of one that is running already, its pid alone.
 
-        A sweep that was killed may have left a run that goes on, or that has ended since.
+        A sweep that was killed may have left a run that is running, or that has ended since.
         """
         try:
             state = run.read_state()
@@ -263,7 +263,7 @@ class Runner:
         return preflight.with_absolute_paths(resolve(values, name))
 
     def _look(self) -> None:
-        """See to the runs that go on, and to those that have ended."""
+        """Look at the runs: sample memory, note what has ended, end what takes too long."""
         is_due = time.monotonic() >= self._next_sample
         if is_due:
             self._next_sample = time.monotonic() + SAMPLE_SECONDS
@@ -285,12 +285,12 @@ class Runner:
                 task.ask_to_end()
 
     def _judge(self, task: Task) -> None:
-        """What a run that has ended came to."""
+        """Record the outcome of a run that has ended."""
         record = task.record
         state = task.run.read_state() or unknown_run_state()
         found = _outcome_of(task, state, self.time_limit)
         if self.is_stopping and not task.is_late and state["state"] not in (DONE, FAILED):
-            # stopped by a person: it is run again
+            # stopped by the user, so it runs again
             found = outcome(PENDING, "")
         ended = max((s["ended"] or 0.0 for s in state["steps"].values()), default=0.0)
         _settle(record, found)
@@ -317,7 +317,7 @@ def _waiting(records: Sequence[Record]) -> list[Record]:
 
 
 def _settle(record: RunRecord, found: Outcome) -> None:
-    """Write into a record what its run came to."""
+    """Write the outcome of a run into its record."""
     record["state"], record["reason"], record["cause"] = (
         found["state"],
         found["reason"],
@@ -361,7 +361,7 @@ def _outcome_of(task: Task, state: RunState, time_limit: float | None) -> Outcom
 
 
 def _clear(run: RunFolder, state: RunState) -> None:
-    """Remove a run that is to begin anew, and end what may be left of its own processes.
+    """Remove a run that is to start over, and end what may be left of its processes.
 
     Raises:
         SweepError: processes of the run cannot be ended.
@@ -430,7 +430,7 @@ def _new_run(name: str, steps: Sequence[int]) -> RunTimes:
 def taken_up(
     state: SweepState | None, sweep: Sweep, outcomes: Mapping[str, Outcome], retry: bool
 ) -> SweepState:
-    """The state of a sweep that goes on: what is done stays, the rest is as it was examined now.
+    """The state of a resumed sweep: what is done stays, the rest is as it was examined now.
 
     Args:
         state: of sweep.json, or None where there is none yet.
@@ -480,21 +480,21 @@ def to_run(state: SweepState) -> int:
 
 
 def share_machine(sweep: Sweep, parallel: int) -> list[dict[str, str]]:
-    """What each of the runs side by side gets in its environment: its GPUs, or its cores.
+    """What each of the concurrent runs gets in its environment: its GPUs, or its cores.
 
     Raises:
-        SweepError: there are too few devices, or the runs would meet on one port.
+        SweepError: there are too few devices, or the runs would share one port.
     """
     if parallel == 1:
         return [{}]
     configs = [cell.config for cell in sweep.cells]
     ranks = max(config.launch.num_accelerators for config in configs)
     if any(config.launch.deployment == "multi_node" for config in configs):
-        raise SweepError("--parallel shares out the devices of one node; multi_node runs take all")
+        raise SweepError("--parallel divides the devices of one node; multi_node runs take all")
     if any(config.launch.master_port for config in configs):
         raise SweepError(
-            "--parallel runs meet on one port: set launch.master_port=null, so that each takes a "
-            "free one"
+            "--parallel runs would share one port: set launch.master_port=null, so that each takes "
+            "a free one"
         )
     visible = launch.visible_gpus(os.environ)
     gpus = gpu_numbers() if visible is None else visible

@@ -1,4 +1,4 @@
-"""A sweep on disk: `sweep.json`, which is its state and its results, and what lies beside it."""
+"""A sweep on disk: `sweep.json`, which holds its state and results, and the files next to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Measured = dict[str, Number]
 
 
 class Outcome(TypedDict):
-    """What a run of a sweep came to; `reason` is empty where it is done or has not run."""
+    """The outcome of a run of a sweep; `reason` is empty where it is done or has not run."""
 
     state: str
     reason: str
@@ -49,8 +49,8 @@ class RunTimes(TypedDict):
 class RunRecord(RunTimes, Outcome):
     """A run of a sweep: a preparation or a cell.
 
-    What a cell measured stands beside these keys, as `dschat_tui.sweep.results.QUANTITIES` names
-    it; read it with `measured` and `number`.
+    What a cell measured is stored under further keys, those of
+    `dschat_tui.sweep.results.QUANTITIES`; read it with `measured` and `number`.
     """
 
 
@@ -196,18 +196,18 @@ def is_going_on(state: SweepState) -> bool:
 
 
 def counts(state: SweepState) -> dict[str, int]:
-    """How many cells are in each state; only states that there are."""
+    """How many cells are in each state; states without cells are left out."""
     found = Counter(cell["state"] for cell in state["cells"])
     return {name: found[name] for name in CELL_STATES if found[name]}
 
 
 def counted(state: SweepState) -> str:
-    """The same in a line for a person."""
+    """The same as one line of text."""
     parts = [f"{number} {name}" for name, number in counts(state).items()]
     return f"{number_of_cells(state)}: {', '.join(parts)}"
 
 
 def number_of_cells(state: SweepState) -> str:
-    """How many cells there are, in words."""
+    """The number of cells, in words."""
     number = len(state["cells"])
     return f"{number} cell{'' if number == 1 else 's'}"

@@ -386,7 +386,7 @@ def test_a_run_in_the_dashboard_can_be_left_and_goes_on(terminal, fake_run) -> N
     shown.wait_for_text("detach")
     shown.press("d")
     assert shown.exit_code() == 0
-    assert b"The run goes on" in shown.seen
+    assert b"The run continues" in shown.seen
     assert b"talks with" not in shown.seen
     assert made.survivors()
     control.end_now(made.run)
@@ -470,7 +470,7 @@ def test_a_run_from_the_form_to_its_end(
     again.press("\x1b")
     again.wait_for(lambda: "runs in output" in again.frame() and "stopped" in again.frame())
     again.press_after_a_pause("u")
-    again.wait_for_text("goes on with step")
+    again.wait_for_text("resuming with step")
     again.press_after_a_pause("y")
     again.wait_for(lambda: state() == "done", 600)
     again.press("\r")

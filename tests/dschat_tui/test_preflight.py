@@ -143,7 +143,7 @@ def test_finished_models_take_the_place_of_steps_1_and_2(tmp_path):
     }
     plan = prepare(config(models=finished), tmp_path / "run", None)
     assert [step.number for step in plan.steps] == [3]
-    assert "models.sft stands in" in reasons(config(models=finished), tmp_path / "run", [1, 3])
+    assert "models.sft replaces" in reasons(config(models=finished), tmp_path / "run", [1, 3])
 
 
 def test_an_unfinished_model_is_refused_with_what_it_lacks(tmp_path):

@@ -234,8 +234,8 @@ def test_no_step_can_have_another_base_and_every_step_can_have_other_micro_batch
 @pytest.mark.parametrize(
     ("assignment", "under_way", "told"),
     [
-        ("seed=7", False, "the whole run rests on seed"),
-        ("models.actor=embedded:tiny-opt", False, "the whole run rests on models.actor"),
+        ("seed=7", False, "seed affects the whole run"),
+        ("models.actor=embedded:tiny-opt", False, "models.actor affects the whole run"),
         ("sft.learning_rate=0.5", True, "step 1 is under way"),
         ("actor.zero_stage=1", True, "step 1 is under way"),
         ("launch.num_accelerators=2", True, "step 1 is under way"),
@@ -320,7 +320,7 @@ def test_a_fix_that_no_checkpoint_fits_begins_the_step_anew(tmp_path):
     before = load_config(run.config_file).sft.learning_rate
     resumption = resume.prepare_resume(run, [], fix=True)
     assert [change.key for change in resumption.changes] == ["sft.learning_rate"]
-    assert (resumption.anew, resumption.after) == (SFT, None)
+    assert (resumption.restarted, resumption.after) == (SFT, None)
     resume.apply(resumption)
     assert load_config(run.config_file).sft.learning_rate < before
     assert run.checkpoints(SFT) == []
@@ -359,7 +359,7 @@ def test_a_run_that_is_not_going_on_has_nothing_to_attach_or_stop(tmp_path, comm
     run = failed_run(tmp_path / "run", "killed")
     result = dschat("runs", command, str(run.path))
     assert result.exit_code == 2
-    assert "is not going on" in result.stderr
+    assert "is not running" in result.stderr
 
 
 def test_delete_asks_removes_what_the_run_made_and_keeps_the_rest(tmp_path):
@@ -380,7 +380,7 @@ def test_a_run_that_goes_on_is_neither_deleted_nor_resumed(fake_run):
     for command in (["delete", "--yes"], ["resume"]):
         result = dschat("runs", *command, str(fake.run.path))
         assert result.exit_code == 2
-        assert "is going on" in result.stderr
+        assert "is running" in result.stderr
     shown = json.loads(dschat("runs", "show", str(fake.run.path), "--json").stdout)
     assert shown["standing"] == "running"
     result = dschat("runs", "stop", str(fake.run.path), "--now", "--json")

@@ -69,8 +69,8 @@ def question_of(proposal: Proposal) -> Question:
         choices.append(Choice("y", "go on as it is" if mending else "go on", "y"))
     if mending is not None:
         lines += ["What mends its failure:", *(f"  {change}" for change in mending.changes)]
-        if mending.anew is not None:
-            lines.append(f"  step {mending.anew.number} begins anew: no checkpoint fits")
+        if mending.restarted is not None:
+            lines.append(f"  step {mending.restarted.number} starts over: no checkpoint fits")
         choices.insert(0, Choice("f", "change that and go on", "f"))
     cancel = ("n", "leave it" if proposal.ways else "back")
     return Question([clean(line) for line in lines], choices, cancel)
