@@ -72,6 +72,18 @@ EOS_SHARE = Limit(
     "below, most answers are cut at ppo.max_answer_length: the end token was not learnt",
     lowest=0.2,
 )
+CUT_OFF = Limit(
+    "completions/clipped_ratio",
+    "of answers that ppo.max_answer_length cuts off the end is never rewarded, and nothing is "
+    "learnt: allow longer ones, or check that the end token is learnt",
+    highest=0.5,
+)
+NO_SPREAD = Limit(
+    "frac_reward_zero_std",
+    "groups whose rewards are all equal teach nothing: prompts are too easy or too hard for the "
+    "model, or the reward is too coarse; rlhf.resampling_tries replaces them",
+    highest=0.8,
+)
 FIRST_RATIO = Limit(
     "first_ratio_mean",
     "before any update the ratio is 1, up to rounding, where sampling and training agree",

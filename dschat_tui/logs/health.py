@@ -19,12 +19,14 @@ from engine.health import (
     ANSWER_LENGTH,
     ANSWER_LENGTH_CHANGE,
     CLIP_FRACTION,
+    CUT_OFF,
     EOS_SHARE,
     EXPLAINED_VARIANCE,
     FIRST_RATIO,
     GENERATION_SHARE,
     KL,
     LOSS_SCALE_FLOOR,
+    NO_SPREAD,
     OVERFLOW_SHARE,
     PLATEAU,
     RATIO,
@@ -42,6 +44,8 @@ COLUMNS = 40
 MIN_VALUES_OF_A_TREND = 10
 
 PLATEAU_VALUES = 40
+# the policy that answered, up to rounding
+_RATIO_OF_NO_UPDATE = 1.001
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,14 @@ def ratio(vitals: Vitals) -> Verdict | None:
     return _held("ratio_mean", "ratio", reading, str(RATIO), RATIO.holds(mean))
 
 
+def clip_fraction(vitals: Vitals) -> Verdict | None:
+    """How many ratios are clipped; of one update per rollout all are 1, and there is no verdict."""
+    largest = _now(vitals.series.get("ratio_max"))
+    if largest is not None and largest < _RATIO_OF_NO_UPDATE:
+        return None
+    return _within(CLIP_FRACTION, "clip fraction")(vitals)
+
+
 def answer_length_change(vitals: Vitals) -> Verdict | None:
     """Answers that grow or shrink: a way to please the reward model without being better."""
     halves = _halves(vitals.series.get("answer_length"))
@@ -319,11 +331,13 @@ RULES: tuple[Callable[[Vitals], Verdict | None], ...] = (
     reward_hacking,
     _within(FIRST_RATIO, "ratio of the first minibatch"),
     ratio,
-    _within(CLIP_FRACTION, "clip fraction"),
+    clip_fraction,
     _within(EXPLAINED_VARIANCE, "critic"),
     _within(ANSWER_LENGTH, "answer length"),
     answer_length_change,
     _within(EOS_SHARE, "answers that end"),
+    _within(CUT_OFF, "answers that are cut off"),
+    _within(NO_SPREAD, "groups without spread"),
     _within(REWARD_AT_CLIP, "rewards at their clip"),
     accuracy,
     margin,

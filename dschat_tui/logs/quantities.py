@@ -9,11 +9,13 @@ from engine.health import (
     ACCURACY,
     ANSWER_LENGTH,
     CLIP_FRACTION,
+    CUT_OFF,
     EOS_SHARE,
     EXPLAINED_VARIANCE,
     FIRST_RATIO,
     GENERATION_SHARE,
     KL,
+    NO_SPREAD,
     RATIO,
     REWARD_AT_CLIP,
     Limit,
@@ -43,6 +45,47 @@ class Quantity(NamedTuple):
         return f"{text} Healthy: {self.limit}. {why[0].upper()}{why[1:]}."
 
 
+_OF_GROUPS = (
+    Quantity("reward_std", "reward spread", "", "Standard deviation of rewards.", "above 0"),
+    Quantity(
+        "frac_reward_zero_std",
+        "groups without spread",
+        "",
+        "Share of prompts whose answers are all rewarded alike.",
+        "rising as the task is learnt",
+        NO_SPREAD,
+    ),
+    Quantity("resampled_groups", "replaced groups", "", "Of other prompts.", "few"),
+    Quantity("completions/mean_length", "answer length", "tokens", "Mean.", "steady"),
+    Quantity("completions/min_length", "shortest answer", "tokens", "Of a step.", "above 1"),
+    Quantity("completions/max_length", "longest answer", "tokens", "Of a step.", "below the limit"),
+    Quantity(
+        "completions/mean_terminated_length",
+        "length of ended answers",
+        "tokens",
+        "Mean of those that were not cut off.",
+        "steady",
+    ),
+    Quantity(
+        "completions/clipped_ratio",
+        "cut off",
+        "",
+        "Share of answers that the length limit cuts off.",
+        "near 0",
+        CUT_OFF,
+    ),
+    Quantity("clip_ratio/low_mean", "clipped below", "", "Share of ratios.", "below 0.2"),
+    Quantity("clip_ratio/high_mean", "clipped above", "", "Share of ratios.", "below 0.2"),
+    Quantity("clip_ratio/region_mean", "clipped", "", "Share of ratios, both sides.", "below 0.4"),
+    Quantity(
+        "policy_loss",
+        "policy loss",
+        "",
+        "As actor_loss. Advantages of a group have mean 0, so it is 0 before the first update.",
+        "near 0, also while rewards rise",
+    ),
+    Quantity("num_tokens", "tokens", "tokens", "Of all prompts and answers so far.", "rising"),
+)
 _TABLE = (
     Quantity("loss", "loss", "", "Mean loss over the trained tokens or pairs.", "falling"),
     Quantity("epoch_loss", "epoch mean", "", "Mean training loss of an epoch.", "falling"),
@@ -104,7 +147,7 @@ _TABLE = (
         "near 0",
         REWARD_AT_CLIP,
     ),
-    Quantity("actor_loss", "actor", "", "Clipped policy loss.", "near 0, either sign"),
+    Quantity("actor_loss", "actor", "", "Policy loss.", "near 0; in the first inner epoch 0"),
     Quantity("critic_loss", "critic", "", "Error of the value head.", "falling, then steady"),
     Quantity("unsupervised_loss", "unsupervised", "", "Loss of the text mixture.", "steady"),
     Quantity(
@@ -152,6 +195,7 @@ _TABLE = (
     Quantity("critic_gradient_norm", "critic gradient", "", "Norm.", "0.1 to 10"),
     Quantity("actor_learning_rate", "actor rate", "", "Learning rate.", "as scheduled"),
     Quantity("critic_learning_rate", "critic rate", "", "Learning rate.", "as scheduled"),
+    *_OF_GROUPS,
     Quantity("e2e_s", "step", "s", "Seconds per step.", "steady"),
     Quantity(
         "generate_s",
@@ -191,7 +235,8 @@ def as_markdown() -> str:
     named: dict[str, list[str]] = {
         "Step 1: SFT": quantity_names(SFTStep),
         "Step 2: reward model and DPO": quantity_names(PairStep),
-        "Step 3: PPO": quantity_names(PPOStep),
+        "Step 3": quantity_names(PPOStep),
+        "Step 3 without a critic, or with reward functions": [q.name for q in _OF_GROUPS],
     }
     of_steps = {name for names in named.values() for name in names}
     others = [name for name in QUANTITIES if name not in of_steps]

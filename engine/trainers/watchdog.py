@@ -8,7 +8,15 @@ from collections.abc import Mapping
 
 from deepspeed import DeepSpeedEngine
 
-from engine.health import ANSWER_LENGTH, FLAT_REWARD, KL, LOSS_SCALE_FLOOR, REWARD_AT_CLIP
+from engine.health import (
+    ANSWER_LENGTH,
+    CUT_OFF,
+    FLAT_REWARD,
+    KL,
+    LOSS_SCALE_FLOOR,
+    NO_SPREAD,
+    REWARD_AT_CLIP,
+)
 from engine.report import Report
 from engine.trainers.overflow import loss_scale
 
@@ -88,6 +96,7 @@ class Watchdog:
                 f"{share:.0%} of the scores are at the bound for {_TREND_STEPS} steps, where "
                 "answers no longer differ; raise ppo.reward_clip or set ppo.normalize_reward"
             )
+        self._watch_groups(values)
         self._rewards = [*self._rewards[1 - _FLAT_STEPS :], values["reward_ema"]]
         moved = max(self._rewards) - min(self._rewards)
         # Multiplied, since scores that are all equal have no deviation to divide by.
@@ -97,6 +106,20 @@ class Watchdog:
             self._report.warning(
                 f"the reward moved by {moved:.3g} in {_FLAT_STEPS} steps: it is flat; check the "
                 "learning rates, and whether the reward model tells answers apart"
+            )
+
+    def _watch_groups(self, values: Mapping[str, float]) -> None:
+        """Warn of groups that teach nothing and of answers cut off, where these are measured."""
+        flat = values.get(NO_SPREAD.name, 0.0)
+        if self._held("no spread", not NO_SPREAD.holds(flat), _TREND_STEPS):
+            self._report.warning(
+                f"{flat:.0%} of the groups have equal rewards for {_TREND_STEPS} steps: "
+                f"{NO_SPREAD.why}"
+            )
+        cut = values.get(CUT_OFF.name, 0.0)
+        if self._held("cut off", not CUT_OFF.holds(cut), _TREND_STEPS):
+            self._report.warning(
+                f"{cut:.0%} of the answers are cut off for {_TREND_STEPS} steps: {CUT_OFF.why}"
             )
 
     def _held(self, name: str, true_now: bool, steps: int) -> bool:

@@ -53,6 +53,8 @@ def is_to_be_checked(name: str, value: float) -> bool:
         ("reward_at_clip_share", [share / 100 for share in range(101)]),
         ("answer_length", [length / 4 for length in range(1, 41)]),
         ("kl", [nats / 4 for nats in range(-20, 161)]),
+        ("frac_reward_zero_std", [share / 100 for share in range(101)]),
+        ("completions/clipped_ratio", [share / 100 for share in range(101)]),
     ],
 )
 def test_trainer_and_dashboard_alarm_at_the_same_values(name, values):
