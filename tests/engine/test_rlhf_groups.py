@@ -307,3 +307,20 @@ def test_without_a_reward_model_the_functions_alone_are_the_reward(run, monkeypa
     # a function's scale is the user's: nothing clips it
     assert trainer.rewards(experience).tolist() == pytest.approx(expected)
     trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
+
+
+def test_one_temperature_divides_the_logits_in_sampling_and_in_old_log_probabilities(run):
+    """Trap: probabilities at temperature 1 of answers sampled at 0.5 would bias every ratio."""
+    trainer = trainer_of(run, *GRPO, "ppo.temperature=0.5")
+    (prompts,) = trainer.prompt_batches(trainer.batches.epoch(0)[0])
+    (generation,), _ = trainer.rollouts.answer([prompts])
+    found, mask = trainer._experience(prompts, generation), generation.log_probs != 0
+    torch.testing.assert_close(
+        found.log_probs * mask, generation.log_probs * mask, atol=1e-3, rtol=1e-3
+    )
+    # the first token's, from the logits
+    logits = trainer.engine.answer_logits(
+        trainer.engine.actor, found.ids, found.attention_mask, found.mask.shape[1]
+    )[:, 0].detach()
+    expected = torch.distributions.Categorical(logits=2 * logits).log_prob(found.answers[:, 0])
+    torch.testing.assert_close(found.log_probs[:, 0], expected, atol=1e-4, rtol=1e-4)
