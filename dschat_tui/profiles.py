@@ -14,9 +14,7 @@ from dschat_tui.text import gib, plain
 from engine.config.loading import (
     ConfigError,
     find_profile,
-    get_value,
     load_profile,
-    options,
     profile_files,
     profile_folders,
     profile_names,
@@ -191,15 +189,6 @@ def _natural(name: str) -> list[tuple[int, float, str]]:
         million = 0.001 if part.endswith("m") else 1.0
         parts.append((0, float(number) * million, "") if is_number else (1, 0.0, part))
     return parts
-
-
-def differences(first: RunConfig, second: RunConfig) -> list[tuple[str, object, object]]:
-    """The options in which two configurations differ: key, value of the first, of the second."""
-    values = [
-        (option.key, get_value(first, option.key), get_value(second, option.key))
-        for option in options()
-    ]
-    return [(key, one, other) for key, one, other in values if one != other]
 
 
 def _count(parameters: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
-from dschat_tui.profiles import GROUPS, Profile, comment_lines, differences, every
+from dschat_tui.profiles import GROUPS, Profile, comment_lines, every
+from dschat_tui.runs.preflight import differences, value_json
 from dschat_tui.text import aligned, gib, option_text, plain
 from engine.config.loading import load_profile
 from engine.config.schema import RunConfig
@@ -90,29 +90,16 @@ def differences_as_table(first: str, second: str) -> str:
         ConfigError: one of them is not there or cannot be resolved.
     """
     rows = [
-        [key, plain(option_text(one)), plain(option_text(other))]
-        for key, one, other in differences(load_profile(first), load_profile(second))
+        [change.key, plain(option_text(change.before)), plain(option_text(change.after))]
+        for change in differences(load_profile(first), load_profile(second))
     ]
     return aligned(["option", first, second], rows) if rows else f"{first} and {second} are alike"
 
 
 def differences_as_json(first: str, second: str) -> str:
     """The same as one document: from each key to its two values."""
-    configs = load_profile(first), load_profile(second)
-    one, other = (_flat(config.model_dump(mode="json")) for config in configs)
-    return json.dumps(
-        {key: [one[key], other[key]] for key, _, _ in differences(*configs)}, indent=2
-    )
-
-
-def _flat(document: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """The values of a document by dotted keys, of mappings too."""
-    found: dict[str, object] = {}
-    for name, value in document.items():
-        found[f"{prefix}{name}"] = value
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-    return found
+    changes = differences(load_profile(first), load_profile(second))
+    return value_json({change.key: [change.before, change.after] for change in changes}, indent=2)
 
 
 def as_markdown() -> str:
@@ -158,4 +145,4 @@ def _step_memory(profile: Profile) -> list[str]:
 def _settings(profile: Profile) -> str:
     assert profile.config is not None
     changed = differences(RunConfig(), profile.config)
-    return ", ".join(f"`{key}` {option_text(value)}" for key, _, value in changed)
+    return ", ".join(f"`{change.key}` {option_text(change.after)}" for change in changed)

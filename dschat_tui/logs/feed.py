@@ -63,15 +63,13 @@ class Problem:
 Message = History | News | NewRows | Problem
 
 
-class Feed(threading.Thread):
-    """Follows the logs of a run: of each its history at once, then what comes, as it comes."""
+class LogThread(threading.Thread):
+    """A thread whose messages the screen takes when it draws."""
 
-    def __init__(self, logs: Mapping[str, Path], rollouts: Path | None = None) -> None:
-        super().__init__(name="dschat-feed", daemon=True)
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._stopped = threading.Event()
-        self._logs = [_FollowedLog(key, path) for key, path in logs.items()]
-        self._rollouts = None if rollouts is None else Follower(rollouts)
 
     def take(self) -> list[Message]:
         """All messages that have come since the last call, in order."""
@@ -85,6 +83,15 @@ class Feed(threading.Thread):
     def stop(self) -> None:
         """Let the thread end; it checks 20 times per second."""
         self._stopped.set()
+
+
+class Feed(LogThread):
+    """Follows the logs of a run: of each its history at once, then what comes, as it comes."""
+
+    def __init__(self, logs: Mapping[str, Path], rollouts: Path | None = None) -> None:
+        super().__init__("dschat-feed")
+        self._logs = [_FollowedLog(key, path) for key, path in logs.items()]
+        self._rollouts = None if rollouts is None else Follower(rollouts)
 
     def run(self) -> None:
         """Read until stopped; what goes wrong is a message."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from dschat_tui.logs.feed import History, Message, News, Problem
+from dschat_tui.logs.feed import History, LogThread, News, Problem
 from dschat_tui.logs.follow import Batch, Follower
 from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.records import Update
@@ -19,31 +17,16 @@ TIMES = ("e2e_s", "latency_s")
 _LONGEST_WAIT = 0.05
 
 
-class Replay(threading.Thread):
+class Replay(LogThread):
     """Gives what a `Feed` gives, one log after another, `speed` times as fast as it happened.
 
     Time passes by the seconds per step that the log reports; what is between them takes none.
     """
 
     def __init__(self, logs: Mapping[str, Path], speed: float) -> None:
-        super().__init__(name="dschat-replay", daemon=True)
+        super().__init__("dschat-replay")
         self.logs = logs
         self.speed = speed
-        self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._stopped = threading.Event()
-
-    def take(self) -> list[Message]:
-        """All messages that have come since the last call, in order."""
-        taken = []
-        try:
-            while True:
-                taken.append(self._messages.get_nowait())
-        except Empty:
-            return taken
-
-    def stop(self) -> None:
-        """Let the thread end; it checks 20 times per second."""
-        self._stopped.set()
 
     def run(self) -> None:
         """Play until the end or until stopped."""

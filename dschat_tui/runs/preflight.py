@@ -288,7 +288,7 @@ def _check_additional(
         before = load_config(run.config_file)
     except ConfigError as error:
         return [f"--output {path} holds a run whose configuration is unreadable: {error}"]
-    changed = changed_keys(before, config)
+    changed = [change.key for change in differences(before, config)]
     if changed:
         return [
             f"--output {path} holds a run of another configuration; different: "
@@ -298,9 +298,30 @@ def _check_additional(
     return []
 
 
-def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
-    """Dotted keys of all options whose values differ."""
-    return [o.key for o in options() if get_value(before, o.key) != get_value(after, o.key)]
+@dataclass(frozen=True)
+class Change:
+    """One option whose value differs between two configurations."""
+
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.key}: {value_json(self.before)} -> {value_json(self.after)}"
+
+
+def value_json(value: object, indent: int | None = None) -> str:
+    """The value of an option as JSON, also of a list of data sources."""
+    return json.dumps(value, indent=indent, default=lambda part: part.model_dump(mode="json"))
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[Change]:
+    """The options whose values differ, in the order of the schema."""
+    changes = (
+        Change(option.key, get_value(before, option.key), get_value(after, option.key))
+        for option in options()
+    )
+    return [change for change in changes if change.before != change.after]
 
 
 def _check_disk(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:

@@ -10,7 +10,7 @@ from dschat_tui.runs import gates, preflight
 from dschat_tui.runs.control import supervisor_of
 from dschat_tui.runs.fixes import Assignments, fix_for
 from dschat_tui.runs.folder import RunFolder
-from dschat_tui.runs.preflight import Refusal, changed_keys
+from dschat_tui.runs.preflight import Change, Refusal, differences
 from dschat_tui.runs.processes import end_leftovers
 from dschat_tui.runs.state import DONE, FAILED, PENDING, RunState, has_state, new_step_state
 from dschat_tui.runs.supervisor import GRACE_SECONDS
@@ -18,7 +18,6 @@ from engine.config import layout
 from engine.config.loading import (
     ConfigError,
     apply_overrides,
-    get_value,
     options,
     read_yaml,
     resolve,
@@ -27,18 +26,6 @@ from engine.config.loading import (
 from engine.config.schema import RunConfig
 from engine.config.steps import STEPS, Step
 from engine.models.folders import is_complete_model
-
-
-@dataclass(frozen=True)
-class Change:
-    """One option that differs from what the run had."""
-
-    key: str
-    before: object
-    after: object
-
-    def __str__(self) -> str:
-        return f"{self.key}: {json.dumps(self.before)} -> {json.dumps(self.after)}"
 
 
 @dataclass(frozen=True)
@@ -111,10 +98,7 @@ def prepare_resume(
         config = preflight.with_absolute_paths(resolve(values, "--set"))
     except ConfigError as error:
         raise Refusal([str(error)]) from error
-    changes = [
-        Change(key, get_value(before, key), get_value(config, key))
-        for key in changed_keys(before, config)
-    ]
+    changes = differences(before, config)
     under_way = left[0] if run.checkpoints(left[0]) else None
     reasons, restarts = _check_changes(changes, left, under_way, set(fix_values))
     past, refused = _pass_gates(run, state, config, left, changes, accept)

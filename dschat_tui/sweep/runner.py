@@ -448,7 +448,7 @@ def taken_up(
     if _axes_as_text(state["axes"]) != _axes_as_text(fresh["axes"]):
         differing.append("--axis")
     before = resolve(state["config"], "sweep.json")
-    differing += preflight.changed_keys(before, sweep.config)
+    differing += [change.key for change in preflight.differences(before, sweep.config)]
     if differing:
         raise SweepError(
             f"--output holds another sweep; different: {', '.join(differing)}. Choose another "

@@ -13,7 +13,7 @@ from dschat_tui.cli.main import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
-from dschat_tui.runs.preflight import Refusal, changed_keys, model_facts, prepare
+from dschat_tui.runs.preflight import Refusal, differences, model_facts, prepare
 from dschat_tui.runs.state import DONE
 from engine.config.loading import load_config, load_profile, resolve, to_yaml
 from engine.config.schema import RunConfig
@@ -262,7 +262,7 @@ def test_local_paths_become_absolute_and_other_names_stay(tmp_path, monkeypatch)
 def test_what_is_written_as_run_yaml_reads_back_equal(tmp_path):
     original = config(seed=3, data={"split": [1, 2, 3]}, actor={"lora": {"rank": 4}})
     run = write_run(tmp_path / "run", original, sft="pending")
-    assert changed_keys(load_config(run.config_file), original) == []
+    assert differences(load_config(run.config_file), original) == []
 
 
 def test_more_ranks_than_visible_gpus_are_refused(tmp_path, monkeypatch):

@@ -236,6 +236,7 @@ def test_no_step_can_have_another_base_and_every_step_can_have_other_micro_batch
     [
         ("seed=7", False, "seed affects the whole run"),
         ("models.actor=embedded:tiny-opt", False, "models.actor affects the whole run"),
+        ("data.sources=[{path: elsewhere.jsonl}]", False, "data.sources affects the whole run"),
         ("sft.learning_rate=0.5", True, "step 1 is under way"),
         ("actor.zero_stage=1", True, "step 1 is under way"),
         ("launch.num_accelerators=2", True, "step 1 is under way"),
