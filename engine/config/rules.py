@@ -392,7 +392,9 @@ def _target_without_coefficient(config: RunConfig, facts: ModelFacts) -> Problem
 @rule("same-tokenizer", "the reward model must read the very tokens that the actor writes")
 def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> Problem | None:
     actor, reward, models = facts.actor_vocabulary, facts.reward_vocabulary, config.models
-    if config.alignment == "dpo" or actor is None or reward is None or actor == reward:
+    if config.alignment == "dpo" or not config.needs_reward_model:
+        return None
+    if actor is None or reward is None or actor == reward:
         return None
     actor_key = "sft" if models.sft else "actor"
     reward_key = "trained_reward" if models.trained_reward else "reward"
@@ -422,6 +424,7 @@ def _lengths(config: RunConfig) -> Iterator[tuple[str, str, int]]:
         yield "actor", "dpo.max_length", config.dpo.max_length
         return
     answered = config.ppo.max_prompt_length + config.ppo.max_answer_length
-    for model, step in (("actor", "sft"), ("reward", "reward")):
+    models = [("actor", "sft"), ("reward", "reward")]
+    for model, step in models if config.needs_reward_model else models[:1]:
         yield model, "ppo.max_prompt_length + ppo.max_answer_length", answered
         yield model, f"{step}.max_length", getattr(config, step).max_length

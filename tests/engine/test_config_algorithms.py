@@ -9,7 +9,7 @@ import pytest
 from small_run import configuration
 
 from engine.config.algorithms import PRESETS
-from engine.config.rules import check
+from engine.config.rules import ModelFacts, check
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
@@ -78,6 +78,18 @@ def test_what_does_not_go_together_is_refused_and_its_fix_is_not(rule):
 def test_what_compares_answers_to_a_prompt_needs_groups(changes):
     assert [violation.id for violation in check(configuration(*changes))] == ["needs-groups"]
     assert check(configuration("rlhf.algorithm=rloo", *changes)) == []
+
+
+def test_a_reward_model_that_is_not_needed_is_not_held_against_the_actor():
+    facts = ModelFacts(
+        actor_positions=1024, reward_positions=8, actor_vocabulary="a", reward_vocabulary="b"
+    )
+    functions = "rewards.functions=[{name: mine, path: mine.py}]"
+    found = check(configuration("rlhf.algorithm=grpo", "models.reward=other"), facts)
+    assert {each.id for each in found} == {"same-tokenizer", "fits-position-embeddings"}
+    assert (
+        check(configuration("rlhf.algorithm=grpo", "models.reward=other", functions), facts) == []
+    )
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)

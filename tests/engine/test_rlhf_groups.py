@@ -309,6 +309,27 @@ def test_without_a_reward_model_the_functions_alone_are_the_reward(run, monkeypa
     trainer.train_step(0, 0, trainer.batches.epoch(0)[0])
 
 
+def test_a_function_of_a_file_may_be_ppos_reward_and_a_weight_joins_it_with_the_model(
+    run, tmp_path
+):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(completions, **kwargs):\n    return [2.0] * len(completions)\n")
+    function = f"{{name: mine, path: {file}, weight: 0.5}}"
+    alone = trainer_of(run, f"rewards.functions=[{function}]", "ppo.normalize_reward=true")
+    assert alone.engine.reward is None
+    assert alone.engine.critic is not None
+    rows = alone.own_rows(alone.batches.epoch(0)[0])
+    experience, _ = alone.generate_experience(alone.repeated_prompts(rows), rows)
+    assert alone.rewards(experience).tolist() == [1.0] * 8
+    assert alone.train()
+    both = trainer_of(
+        run, f"rewards.functions=[{function}, {{kind: model, weight: 3}}]", "ppo.reward_clip=100"
+    )
+    experience, _ = both.generate_experience(both.repeated_prompts(rows), rows)
+    expected = 1.0 + 3 * experience.scores
+    torch.testing.assert_close(both.rewards(experience), expected)
+
+
 def test_one_temperature_divides_the_logits_in_sampling_and_in_old_log_probabilities(run):
     """Trap: probabilities at temperature 1 of answers sampled at 0.5 would bias every ratio."""
     trainer = trainer_of(run, *GRPO, "ppo.temperature=0.5")
