@@ -35,7 +35,7 @@ from engine.distributed import long_waits, max_over_ranks, rank, sum_over_ranks,
 from engine.report import Report
 
 _SECONDS_BETWEEN_LOOKS = 5.0
-# Elements at either end of each frozen parameter by which a base model is known again.
+# Elements at either end of each frozen parameter by which a base model is recognised.
 _SAMPLED = 256
 
 
@@ -44,7 +44,7 @@ State = TypeVar("State", bound=Mapping[str, Any])
 
 @dataclass(frozen=True)
 class Resumed(Generic[State]):
-    """Where a step goes on: after so many steps, with the state that its trainer gave then."""
+    """Where a step resumes: after so many steps, with the state that its trainer gave then."""
 
     step: int
     state: State
@@ -53,7 +53,7 @@ class Resumed(Generic[State]):
 class Checkpoints(Generic[State]):
     """The checkpoints of one step, written by all ranks together.
 
-    One appears under its name when it is whole: a kill in the middle leaves the older ones. Frozen
+    One gets its name only when it is complete: a kill in the middle leaves the older ones. Frozen
     weights are not in it: they are those of the base model, from which a resumed step begins too.
     """
 
@@ -90,7 +90,7 @@ class Checkpoints(Generic[State]):
                 f"set launch.num_accelerators so that there are {manifest.ranks}"
             )
         self._report.phase(f"loading the checkpoint of step {manifest.step}")
-        # Tensors would otherwise go back to the device that they came from.
+        # Tensors would otherwise be loaded onto the device that they were saved from.
         own = torch.load(folder / f"rank-{rank()}.pt", map_location="cpu", weights_only=True)
         self._check_frozen(folder, own.pop("frozen", {}))
         with long_waits():
@@ -110,7 +110,7 @@ class Checkpoints(Generic[State]):
 
         Args:
             step: steps done so far.
-            state: what the trainer needs beside its engines; tensors and plain values.
+            state: what the trainer needs besides its engines; tensors and plain values.
             score: of the model now, higher is better; None if nothing was measured.
 
         Returns:
@@ -142,7 +142,7 @@ class Checkpoints(Generic[State]):
                 )
 
     def _stop_requested(self) -> bool:
-        """One answer for all ranks."""
+        """Whether a stop was requested; the same answer on all ranks."""
         asked = rank() == 0 and self._stop_request.exists()
         return max_over_ranks(float(asked)) > 0
 
@@ -152,7 +152,7 @@ class Checkpoints(Generic[State]):
         while not self._write(temporary, state):
             self._report.warning(
                 f"paused: no room for the checkpoint of step {step} on the disk of "
-                f"{self._folder}; free some space there and the run goes on"
+                f"{self._folder}; free some space there and the run continues"
             )
             if self._wait_for_room():
                 self._report.warning("stop requested while the disk is full: no new checkpoint")
@@ -175,7 +175,7 @@ class Checkpoints(Generic[State]):
             temporary.mkdir(parents=True)
         _barrier()
         no_room = self._expected_size(state) > shutil.disk_usage(self._folder).free
-        # Every rank must take the same way: some of what follows is collective.
+        # All ranks must take the same branch: some of what follows is collective.
         if max_over_ranks(float(no_room)) > 0:
             return False
         try:
@@ -188,7 +188,7 @@ class Checkpoints(Generic[State]):
             own = {**state, "random": _random_states(), "frozen": frozen}
             torch.save(own, temporary / f"rank-{rank()}.pt")
         except (OSError, RuntimeError) as error:
-            # torch's writer tells a full disk as a RuntimeError of its own.
+            # torch's writer reports a full disk as a RuntimeError.
             full = (
                 getattr(error, "errno", None) == errno.ENOSPC
                 or not shutil.disk_usage(self._folder).free
@@ -199,14 +199,14 @@ class Checkpoints(Generic[State]):
         return max_over_ranks(float(no_room)) == 0
 
     def _expected_size(self, state: State) -> int:
-        """Bytes that the next checkpoint takes: as the last one, else by what is written."""
+        """Bytes that the next checkpoint takes: those of the last one, else an estimate."""
         (of_ranks,) = sum_over_ranks(
             sum(value.nbytes for value in _flat(state) if isinstance(value, Tensor))
         )
         known = self.whole()
         if known:
             return known[-1][1].size
-        # fp32 weights and two moments of what trains, and the weights themselves.
+        # fp32 weights and two moments of what is trained, and the weights themselves.
         trained = sum(
             getattr(parameter, "ds_numel", parameter.numel()) * (12 + parameter.element_size())
             for engine in self._engines.values()
@@ -216,7 +216,7 @@ class Checkpoints(Generic[State]):
         return trained + int(of_ranks)
 
     def _wait_for_room(self) -> bool:
-        """Wait a moment; whether a stop was asked for meanwhile."""
+        """Wait a moment; returns whether a stop was requested meanwhile."""
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         return self._stop_requested()
 
@@ -240,16 +240,16 @@ def _barrier() -> None:
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[Any]:
-    """The values of a state, those in lists apart."""
+    """The values of a state, lists flattened."""
     for value in state.values():
         yield from value if isinstance(value, list) else (value,)
 
 
 @contextmanager
 def _frozen_left_out(module: nn.Module) -> Iterator[None]:
-    """Let `state_dict` leave out frozen parameters, by all their names.
+    """Make `state_dict` leave out frozen parameters under all their names.
 
-    DeepSpeed leaves out one name of those that are tied.
+    DeepSpeed leaves out only one name of a tied parameter.
     """
     parameters = module.named_parameters(remove_duplicate=False)
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
@@ -279,13 +279,13 @@ def _frozen_digest(module: nn.Module) -> str:
 
 
 def _held(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter, flat; nothing of a shard that lies in a file."""
+    """What this rank holds of a parameter, flat; empty for a shard that is in a file."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().reshape(-1)
     shard = parameter.ds_tensor
     if shard.final_location == OffloadDeviceEnum.nvme:
         return shard[:0]
-    # The last shards end in padding that nothing has set.
+    # The last shards end in uninitialised padding.
     return shard[: max(0, parameter.ds_numel - rank() * len(shard))]
 
 
@@ -314,7 +314,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _forget_from(file: Path, step: int) -> None:
-    """Drop the records of steps that will be done again, and half a line at the end."""
+    """Drop the records of steps that will be repeated, and a torn line at the end."""
     if not file.exists():
         return
     kept = []

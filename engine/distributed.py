@@ -39,28 +39,28 @@ def world_size() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the ranks that the launcher started; leave in order, or at once after an error."""
+    """Join the ranks that the launcher started; leave together, or at once after an error."""
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile its shared-memory all-reduce, no faster than gloo and a hazard:
-        # a build that was killed leaves a lock on which the next run waits for ever.
+        # a build that was killed leaves a lock on which the next run waits forever.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     yield
-    # Ranks that leave without each other abort now and then in gloo's threads.
+    # Ranks that leave at different times sometimes abort in gloo's threads.
     dist.barrier()
     dist.destroy_process_group()
 
 
 @contextmanager
 def long_waits() -> Iterator[None]:
-    """Let ranks wait for each other for a day inside, instead of the minutes that show a hang.
+    """Let ranks wait a day for each other, instead of the minutes after which they hang.
 
-    For work with collectives in it that takes ranks long and unequally, such as writing a large
-    model; where rank 0 works alone, `rank_zero_first` needs no limit. The last thing inside should
-    be a barrier: what a rank starts after it has its usual limit again. A rank that fails does not
-    keep the others waiting: the launcher ends them.
+    For work with collectives that takes long and differs between ranks, such as writing a large
+    model; if only rank 0 works, `rank_zero_first` has no timeout at all. The last thing inside
+    should be a barrier: whatever a rank starts after it has the usual timeout again. A rank that
+    fails does not keep the others waiting: the launcher ends them.
     """
     if not dist.is_initialized():
         yield
@@ -112,10 +112,10 @@ def max_over_ranks(value: torch.Tensor | float) -> float:
 def rank_zero_first() -> Iterator[None]:
     """Run the body on rank 0, then on one rank of each other node, then on all the others.
 
-    All ranks must enter it, and leave together. Rank 0 may take hours: unlike a collective, the
-    waiting has no timeout. Work for rank 0 alone goes under `if rank() == 0` in the body; what it
-    puts into a cache is there when the others look, on each node's own disk as well. The body must
-    hold no collective.
+    All ranks must enter it, and they leave together. Rank 0 may take hours: unlike a collective,
+    the wait has no timeout. Work for rank 0 alone goes under `if rank() == 0` in the body; the
+    others find what it puts into a cache, on each node's own disk as well. The body must contain
+    no collective.
 
     Raises:
         RuntimeError: on the ranks that wait, when another rank's body raised (it names that error)
@@ -126,8 +126,8 @@ def rank_zero_first() -> Iterator[None]:
         return
     turn, host = f"dschat/turn-{next(_turns)}", socket.gethostname()
     first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
-    # A collective would end with the group's timeout. The store, which lives in rank 0, is asked
-    # again and again instead: one long wait would hold the lock that NCCL's watchdog needs too.
+    # A collective would end with the group's timeout. The store, which lives in rank 0, is
+    # polled instead: one long wait would hold the lock that NCCL's watchdog needs too.
     store = dist.distributed_c10d._get_default_store()
     if rank() != 0:
         _wait_for(store, turn, "rank 0" if first_of_host else host, 1)

@@ -41,7 +41,7 @@ _SAMPLES_SHOWN = 8
 
 
 class PairFigures(TypedDict):
-    """How well something rates held-out pairs: the share that it rates right, also by kind of pair.
+    """How a rating does on held-out pairs: the share that it gets right, also by kind of pair.
 
     `margin` is the mean of chosen less rejected. None where there is no pair.
     """
@@ -95,7 +95,7 @@ class Bench:
     """What every model of a run is measured on.
 
     Attributes:
-        pairs: tokenised held-out pairs; none where the run has no use for them.
+        pairs: tokenised held-out pairs; empty where the run does not need them.
     """
 
     config: RunConfig
@@ -126,7 +126,7 @@ class Sample:
 
 @dataclass
 class Findings:
-    """What is left of a model once it is gone; lists of tensors on the CPU have a batch each.
+    """What a model gave, kept after it is freed; lists of CPU tensors have one element per batch.
 
     Attributes:
         perplexity: on the held-out dialogues.
@@ -230,7 +230,7 @@ def load(bench: Bench, folder: str) -> nn.Module:
 def examine(
     bench: Bench, folder: str, rates_pairs: bool, others: Sequence[Findings] | None = None
 ) -> Findings:
-    """What the model in `folder` says; it is loaded, and gone after.
+    """What the model in `folder` gives; it is loaded here, and freed afterwards.
 
     Args:
         bench: what to measure it on.
@@ -269,8 +269,8 @@ def examine(
 def sample_log_probs(bench: Bench, model: nn.Module, sample: Sample) -> Tensor:
     """Log-probabilities of the answers' tokens, fp32 `(batch, answer)`.
 
-    By the model's own forward pass for policy and reference alike: a decoder rounds otherwise, and
-    in 16 bits the difference would count as a KL.
+    By the model's own forward pass, for policy and reference alike: the decoder rounds differently,
+    and in 16 bits that difference would show up as KL.
     """
     ids, mask = sample.ids.to(bench.device), sample.attention_mask.to(bench.device)
     logits = model(input_ids=ids, attention_mask=mask, **position_arguments(model, mask)).logits
@@ -288,9 +288,9 @@ def pair_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def rate(
     bench: Bench, folder: str, found: Mapping[str, Findings]
 ) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """Scores of each model's samples, and of the held-out pairs, `(2 * pairs,)` a batch.
+    """Scores of each model's samples, and of the held-out pairs, `(2 * pairs,)` per batch.
 
-    The reward model in `folder` is loaded, and gone after.
+    The reward model in `folder` is loaded here, and freed afterwards.
     """
     reward = RewardModel.from_pretrained(folder, bench.dtype).to(bench.device).eval()
 
@@ -463,7 +463,7 @@ def score_pairs(run: Path, data: Path) -> ScoredPairs:
 
 
 def _tokenised_pair(row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Row | None:
-    """Both answers behind their prompt; None where they do not fit, or one is missing."""
+    """Both answers after their prompt; None where they do not fit, or one is missing."""
     if row["chosen"] is None or row["rejected"] is None:
         return None
     template = config.data.template

@@ -31,7 +31,7 @@ def why_not_loaded(builder: str) -> str | None:
     with rank_zero_first():
         try:
             get_accelerator().create_op_builder(builder).load(verbose=False)
-        except Exception as error:  # compilers, linkers and drivers fail in ways of their own
+        except Exception as error:  # Compilers, linkers and drivers raise all kinds of errors.
             reason = _in_one_line(error)
     if world_size() == 1:
         return reason
@@ -41,14 +41,14 @@ def why_not_loaded(builder: str) -> str | None:
 
 
 def standing(builder: str) -> dict[str, str]:
-    """How an operator stands, without building it.
+    """The state of an operator, without building it.
 
     Args:
         builder: the name of its class, such as FusedAdamBuilder.
 
     Returns:
-        `state`: loads, fails, unbuilt, or locked by a build that runs or was killed, for whose end
-        every other one waits; `detail`: why it fails, or the file that locks it.
+        `state`: loads, fails, unbuilt, or locked by a build that runs or was killed, which blocks
+        every other build; `detail`: why it fails, or the file that locks it.
     """
     try:
         operator = get_accelerator().create_op_builder(builder)
@@ -61,12 +61,12 @@ def standing(builder: str) -> dict[str, str]:
         built = max(folder.glob("*.so"), key=lambda file: file.stat().st_mtime, default=None)
         if built is None:
             return {"state": "unbuilt", "detail": ""}
-        # Not by its builder, which builds anew what an update has made stale.
+        # Not by its builder, which would rebuild what an update has made stale.
         spec = importlib.util.spec_from_file_location(operator.name, built)
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except Exception as error:  # linkers and drivers fail in ways of their own
+    except Exception as error:  # Linkers and drivers raise all kinds of errors.
         return {"state": "fails", "detail": _in_one_line(error)}
     return {"state": "loads", "detail": ""}
 
@@ -74,5 +74,5 @@ def standing(builder: str) -> dict[str, str]:
 def _in_one_line(error: Exception) -> str:
     """The error's name and first line, or the line in which a compiler names its own error."""
     lines = str(error).splitlines() or [""]
-    told = next((line for line in lines if "error: " in line), lines[0])
-    return f"{type(error).__name__}: {told.strip()}"[:_LONGEST_REASON]
+    first_error = next((line for line in lines if "error: " in line), lines[0])
+    return f"{type(error).__name__}: {first_error.strip()}"[:_LONGEST_REASON]

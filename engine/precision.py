@@ -7,7 +7,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
 from engine.distributed import max_over_ranks
 
-# A device that computes in one of these computes in all that follow.
+# A device that supports one of these supports all that follow.
 _FASTEST_FIRST = (torch.bfloat16, torch.float16, torch.float32)
 _BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,7 +20,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     collective of all ranks.
 
     Raises:
-        ValueError: fp16 on a device that cannot compute in it.
+        ValueError: fp16 on a device that does not support it.
     """
     accelerator = get_accelerator()
     if name == "auto":
@@ -44,7 +44,7 @@ def _best(accelerator: DeepSpeedAccelerator) -> torch.dtype:
     if on_cpu:
         bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     elif accelerator.device_name() == "cuda":
-        # DeepSpeed asks with emulation, which older GPUs have too: slower there than fp32.
+        # DeepSpeed's check includes emulation, which older GPUs have: slower there than fp32.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         bf16 = accelerator.is_bf16_supported()

@@ -24,7 +24,7 @@ class Report:
         self._silent = rank() != 0
         self._events = None
         if tensorboard is not None and not self._silent:
-            # An import of some seconds, for those who asked.
+            # Takes seconds to import, so only if it is used.
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(tensorboard))
@@ -35,7 +35,7 @@ class Report:
             self.every_rank(line)
 
     def every_rank(self, line: str) -> None:
-        """Write a line into the log from this rank, whichever it is."""
+        """Write a line into the log from any rank."""
         write.write_line(sys.stdout, line)
 
     def phase(self, name: str, percent: int | None = None) -> None:
@@ -43,11 +43,11 @@ class Report:
         self.line(write.phase(name, percent))
 
     def note(self, text: str) -> None:
-        """Tell something that a person should know."""
+        """Log information for the reader of the log."""
         self.line(write.note(text))
 
     def warning(self, text: str) -> None:
-        """Tell something that a person should look after."""
+        """Log something that needs attention."""
         self.line(write.warning(text))
 
     def write(self, entry: Entry) -> None:
@@ -69,7 +69,7 @@ class Report:
         )
 
     def record(self, values: Values) -> None:
-        """Append one JSON object to metrics.jsonl; numbers that are not finite become words."""
+        """Append one JSON object to metrics.jsonl; nan and infinities become strings."""
         if self._silent:
             return
         plain = {name: _finite(value) for name, value in values.items()}

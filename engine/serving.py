@@ -1,4 +1,4 @@
-"""A model to talk with, laid out for the memory that there is."""
+"""A model to chat with, placed to fit the available memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load_generator(
         dtype: format of the weights, or of what is computed with quantised ones.
         tokenizer: local folder or Hub id, where the model's own has none.
         trust_remote_code: run Python code that comes with the model.
-        placement: where weights and cache lie.
+        placement: where weights and cache are kept.
 
     Raises:
         ModelError: not found, not readable, or beyond what the placement's libraries can do.
@@ -95,7 +95,7 @@ def load_generator(
         model = load_causal_lm(path, dtype, trust_remote_code=trust_remote_code)
         resize_for(model, own_tokenizer)
         model.to(_device())
-    # Packed decoders would copy what is to stay packed or away.
+    # The packed decoder copies weights, which would undo quantisation or offloading.
     decoder = ModuleDecoder(model) if placement.offload or placement.load_in else None
     return ChatGenerator(
         model, own_tokenizer, name, decoder=decoder, offload_cache=placement.offload_cache
@@ -107,7 +107,7 @@ def _offloaded(
 ) -> PreTrainedModel:
     """A model whose layers ZeRO-3 brings to the device one after another."""
     _join_alone()
-    # DeepSpeed calls a collective by the name that torch is giving up; not in a conversation.
+    # DeepSpeed calls a collective that torch deprecates; the warning would interrupt a chat.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     config = deepspeed_config(
         zero_stage=3,
@@ -147,7 +147,7 @@ def _quantised(
 def _on_inference_engine(
     path: str, name: str, tokenizer: Any, trust_remote_code: bool
 ) -> ChatGenerator:
-    # DeepSpeed-Inference unpickles other weights without a guard.
+    # DeepSpeed-Inference unpickles other formats without safeguards.
     if not list(Path(path).glob("*.safetensors")):
         raise ModelError(
             f"--engine deepspeed: {path} is no folder with *.safetensors, the one format of "

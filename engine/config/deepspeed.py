@@ -28,8 +28,8 @@ def deepspeed_config(
         zero_stage: 0 to 3.
         offload: optimizer states in host memory, and parameters too under ZeRO-3.
         dtype: fp32, bf16 or fp16.
-        micro_batch_size: rows a rank at once.
-        accumulation: micro batches an optimizer step.
+        micro_batch_size: rows per rank at a time.
+        accumulation: micro batches per optimizer step.
         ranks: data-parallel ranks.
         max_gradient_norm: clips gradients; None for an engine that is not trained.
         zero_options: further keys of its section zero_optimization.
@@ -73,7 +73,7 @@ def deepspeed_config(
 def role_layout(config: RunConfig, role: RoleName) -> dict[str, Any]:
     """How a trained model is laid out, as arguments of `deepspeed_config`.
 
-    MixZ concerns the actor alone.
+    MixZ concerns only the actor.
     """
     options: RoleConfig = getattr(config, role)
     zero_options: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def role_layout(config: RunConfig, role: RoleName) -> dict[str, Any]:
         zero_options["zero_quantized_gradients"] = True
     if mixz:
         zero_options["zero_quantized_nontrainable_weights"] = True
-        # Gathered several at once, DeepSpeed (0.19.8) leaves quantised weights as integers.
+        # When several are gathered at once, DeepSpeed 0.19.8 leaves quantised weights as integers.
         zero_options["stage3_allgather_sequential"] = True
     if mixz or options.hierarchical_partition:
         zero_options["zero_hpz_partition_size"] = _devices_of_a_node(config)

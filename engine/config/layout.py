@@ -1,4 +1,4 @@
-"""Where the parts of a run lie in its folder. Brings in no torch."""
+"""Where the parts of a run are in its folder. Brings in no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from engine.config.steps import BY_NAME, StepName
 if TYPE_CHECKING:
     from engine.config.schema import RunConfig
 
-# A file of this name in a run's folder asks its running step to save a checkpoint and end.
+# A file of this name in a run's folder makes its running step save a checkpoint and end.
 STOP_REQUEST = "stop-request"
 
 CHECKPOINTS = "checkpoints"
-# Written last: a checkpoint whose folder holds it is whole.
+# Written last: a checkpoint with this file is complete.
 CHECKPOINT_MANIFEST = "checkpoint.json"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint says of itself; its file is written last.
+    """The manifest of a complete checkpoint; its file is written last.
 
     Attributes:
         step: steps that were done.
@@ -43,7 +43,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def whole_checkpoints(step_folder: Path) -> list[tuple[Path, Manifest]]:
-    """The whole checkpoints of a step with their manifests, oldest first."""
+    """The complete checkpoints of a step with their manifests, oldest first."""
     found = []
     for file in (step_folder / CHECKPOINTS).glob(f"step-*/{CHECKPOINT_MANIFEST}"):
         try:

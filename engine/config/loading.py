@@ -21,7 +21,7 @@ from engine.config.steps import StepName
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key, the value and the way out."""
+    """A configuration that cannot be used; the message names the key, the value and the fix."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def user_profiles() -> Path:
 
 
 def profile_folders() -> list[Path]:
-    """Where profiles are looked for: the user's own first, then those that come with dschat."""
+    """The folders searched for profiles: the user's own first, then those of dschat."""
     bundled = Path(str(resources.files("profiles")))
     return [user_profiles(), bundled, bundled / "original", bundled / "today"]
 

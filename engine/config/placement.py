@@ -1,4 +1,4 @@
-"""Where a model that only answers keeps its weights and its cache, and what that needs."""
+"""Where a model keeps weights and cache during inference, and what that needs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Placement:
 
     @property
     def nvme_folder(self) -> str | None:
-        """The folder of weights on disk, if they are to lie there."""
+        """The folder for weights on disk, if they are kept there."""
         offload = self.offload or ""
         return offload.removeprefix(_NVME) or None if offload.startswith(_NVME) else None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has of that which placements need.
+    """What a machine offers that placements need.
 
     Attributes:
         cuda: a CUDA device that torch can use.
@@ -56,7 +56,7 @@ class Machine:
 
 
 def refusals(placement: Placement, machine: Machine) -> list[str]:
-    """Tell why a machine cannot hold a model so: for each reason what is wrong and the way out."""
+    """Why a machine cannot place a model like this: per reason what is wrong and how to fix it."""
     bits, engine = placement.load_in, placement.engine == "deepspeed"
     offload, nvme, cache = placement.offload, placement.nvme_folder, placement.offload_cache
     checks = (

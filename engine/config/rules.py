@@ -1,7 +1,7 @@
 """The table of rules on combinations of options: what is wrong, why, and the change that fixes it.
 
-The dashboard greys out by it, the command line refuses by it, the sweep prunes by it. A rule is
-one function below; they are checked in the order in which they stand here.
+The dashboard greys options out, the command line refuses runs and the sweep prunes cells by this
+table. A rule is one function below; they are checked in this order.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def rule(id: str, why: str) -> Callable[[Check], Check]:
 def role_rule(id: str, why: str) -> Callable[[RoleCheck], RoleCheck]:
     """Put a function into the table that looks at the actor's layout, then at the critic's.
 
-    It is given the role's name and options and the whole configuration. Where both roles break the
-    rule, the first is named and both are fixed.
+    The function gets the role's name and options and the whole configuration. If both roles break
+    the rule, the first is named and both are fixed.
     """
 
     def add(function: RoleCheck) -> RoleCheck:
@@ -418,7 +418,7 @@ def _too_long(config: RunConfig, facts: ModelFacts) -> Problem | None:
 
 
 def _lengths(config: RunConfig) -> Iterator[tuple[str, str, int]]:
-    """Most tokens that each model reads: actor or reward, by which options, how many."""
+    """The most tokens that each model reads: actor or reward, set by which options, how many."""
     if config.alignment == "dpo":
         yield "actor", "sft.max_length", config.sft.max_length
         yield "actor", "dpo.max_length", config.dpo.max_length

@@ -1,4 +1,4 @@
-"""The table of steps: what every part of the program needs to know of one. Imports nothing.
+"""The table of steps: what every part of the program needs to know about them. Imports nothing.
 
 A new step is a row here, its section in `engine.config.schema`, its trainer and its entry in
 `engine.steps`, and what its own figures and charts need on the person's side.
@@ -21,15 +21,15 @@ class Step:
         name: in the configuration, in run.json and in logs.
         number: its place in a run, from 1; that of --steps.
         title: in tables and messages.
-        short_title: where there is little room.
+        short_title: where space is short.
         folder: its folder inside the run's.
         needs: the steps whose models it begins with.
         models: the model folders that it leaves in its folder, beside `actor_ema`.
         chat_models: those that can be talked with, the preferred one first.
         roles: whose options decide the layout of the models that it trains.
         learning_rates: the options of its learning rates.
-        live_metrics: what a line on its progress shows.
-        headline: what the one figure of it is called, and its name in the final metrics.
+        live_metrics: what a line of progress shows.
+        headline: the label of its main figure, and the name of that figure in the final metrics.
         replaced_by: the option that names a finished model in its place.
         averages_actor: `ema.enabled` makes it leave `actor_ema`, too.
     """

@@ -1,4 +1,4 @@
-"""Batches: rows of one global batch, dealt over ranks, padded to their own longest row."""
+"""Batches: rows of one global batch, distributed over ranks, padded to the longest row in each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GlobalBatches:
 
     Grouping by length happens inside a global batch, between its micro batches. Whole batches of
     short rows or of long ones would weigh tokens unevenly: the loss is a mean over a batch's
-    tokens, so the few tokens of a batch of curt answers would count for more.
+    tokens, so each token of a batch of short answers would count for more.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int) -> None:
@@ -100,7 +100,7 @@ def _padded(rows: list[list[int]], value: int, left: bool = False) -> Tensor:
 
 
 def _mask(rows: list[list[int]], left: bool = False) -> Tensor:
-    """1 at real tokens by length alone: pad may be a real token, as where pad is EOS."""
+    """1 at real tokens, found by length: the pad id may be a real token too, where pad is EOS."""
     return _padded([[1] * len(row) for row in rows], 0, left)
 
 
@@ -135,7 +135,7 @@ class PairCollator:
 
 @dataclass(frozen=True)
 class LabelledPairCollator(PairCollator):
-    """Rows of pairs with their `prompt_length` to tensors that tell answers from prompts."""
+    """Rows of pairs with their `prompt_length` to tensors that mark which tokens are answers."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """As `PairCollator`, and `labels` `(2 * pairs, seq)`: -100 on prompts and padding."""

@@ -61,10 +61,10 @@ def file_fingerprint(file: Path, root: Path) -> str:
         return known.read_text()
     except FileNotFoundError:
         found = content_hash(file)
-    # A file that was written a moment ago may be written again within one tick of its clock.
+    # A file written a moment ago may be written again within one tick of the file system's clock.
     settled = time.time() - max(before.st_mtime, before.st_ctime) > _SECONDS_UNTIL_SETTLED
     if settled and file.stat().st_mtime_ns == before.st_mtime_ns:
-        # A cache that cannot be written to, but holds what is asked for, serves all the same.
+        # If the cache cannot be written to, the file is hashed again the next time.
         with suppress(OSError):
             temporary = known.with_name(f".{known.name}.{os.getpid()}")
             temporary.write_text(found)
@@ -92,7 +92,7 @@ def content_hash(file: Path) -> str:
 
 
 def code_fingerprint() -> str:
-    """A hash of this package's own source: another version of it prepares data afresh."""
+    """A hash of this package's own source: a new version prepares the data again."""
     return fingerprint([content_hash(f) for f in sorted(Path(__file__).parent.glob("*.py"))])
 
 
@@ -114,7 +114,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         build(temporary)
         os.rename(temporary, folder)
     except OSError:
-        # Another process was faster, and may have cleared away what this one was reading; what it
+        # Another process was faster, and may have removed what this one was reading; what it
         # built has the same content.
         if not folder.is_dir():
             raise

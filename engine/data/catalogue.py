@@ -54,9 +54,9 @@ class Entry:
         return (1, 2, 3) if self.rejected else (1,)
 
     def fitted(self, columns: Iterable[str]) -> Entry | None:
-        """The entry for rows with values in these columns; None: they are of something else.
+        """The entry for rows with values in these columns; None: the rows are of another data set.
 
-        Where nothing is rejected the rows serve step 1 alone, as in the original.
+        Without rejected answers the rows serve only step 1, as in the original.
         """
         roots = {path.split(".")[0] for path in (self.prompt, self.chosen)}
         depends = {*(self.scores or ()), *([self.first_if] if self.first_if else [])}
@@ -81,7 +81,7 @@ class Entry:
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row of this data set as `prompt` (text or messages), `chosen` and `rejected`.
 
-        None stands for what a row lacks.
+        What a row lacks is None.
         """
         prompt, chosen = _at(row, self.prompt), _at(row, self.chosen)
         rejected = _at(row, self.rejected) if self.rejected else None
@@ -120,7 +120,7 @@ def _at(row: Any, path: str) -> Any:
 
 
 def _dialogue(text: str, mark: re.Pattern[str]) -> list[dict[str, str]]:
-    """Messages of a dialogue as text; what stands before the first mark is the system's turn."""
+    """Messages of a dialogue given as text; what precedes the first mark is the system turn."""
     before, *pieces = mark.split(text)
     if not pieces:
         return [{"role": "user", "content": text}]
@@ -286,7 +286,7 @@ def entry_for(path: str) -> Entry | None:
 def local_files(path: str) -> list[Path] | None:
     """Train and eval file where a path ends in `local/jsonfile`; None elsewhere.
 
-    As in the original, they lie in the folder `data` beside `local`.
+    As in the original, they are in the folder `data` next to `local`.
     """
     root = Path(path).expanduser()
     if root.parts[-2:] != tuple(LOCAL_FILES.split("/")) or root.exists():

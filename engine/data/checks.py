@@ -1,4 +1,4 @@
-"""What can be known of a configuration's data before anything starts. Needs no torch."""
+"""What can be checked of a configuration's data before anything starts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS_CHECKED = 5000
 
 @dataclass(frozen=True)
 class Reading:
-    """What a look at a source's rows found: how many, whether all, and what is left out."""
+    """What reading a source's rows found: how many, whether those are all, and what is left out."""
 
     rows: int
     complete: bool
@@ -53,7 +53,7 @@ def check_rows(source: DataSource, schema: Schema, most_rows: int = ROWS_CHECKED
 
 
 def no_usable_row(source: DataSource, schema: Schema, dropped: Dropped) -> str:
-    """The message on a source of which nothing is left."""
+    """The error message for a source without any usable row."""
     return (
         f"data {source.path!r}: no usable row ({schema.describe()}); {dropped.describe()}; "
         "fill these columns, or map others: columns: {prompt: COLUMN, chosen: COLUMN}"
@@ -61,9 +61,9 @@ def no_usable_row(source: DataSource, schema: Schema, dropped: Dropped) -> str:
 
 
 def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
-    """Why the data of a configuration cannot serve the asked steps: one line a reason, or none.
+    """Why the data of a configuration cannot serve these steps: one line per reason, or none.
 
-    Reads only the first thousands of rows of local sources.
+    Reads at most `ROWS_CHECKED` rows of each file of a local source.
     """
     steps = set(steps)
     found: list[str] = []

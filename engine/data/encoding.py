@@ -51,7 +51,7 @@ def _fit(
     template: Template,
     tally: Counter[str],
 ) -> FittedPrompt | None:
-    """The prompt with room for its answer, else (the answer will be cut) without older turns."""
+    """The prompt with room for its answer, else its last turn alone, and the answer is cut."""
     messages: list[Message] = row["prompt"]
     fitted = fit_prompt(messages, tokenizer, template, max_length - answer_length)
     if fitted is None:
@@ -89,12 +89,12 @@ def _sft_row(
 def _earlier_answers(
     prompt: FittedPrompt, tokenizer: PreTrainedTokenizerBase, template: Template
 ) -> Iterator[tuple[int, int]]:
-    """Where in the prompt's ids the assistant's earlier turns stand, each with its EOS."""
+    """Where the assistant's earlier turns are in the prompt's ids, each with its EOS."""
     for index, turn in enumerate(prompt.messages):
         if turn["role"] != "assistant":
             continue
         before = encode_prompt(prompt.messages[:index], tokenizer, template)
-        # Some chat templates rewrite older turns (leave their thoughts out); those are not learnt.
+        # Some chat templates rewrite older turns (drop their reasoning); those are not trained on.
         start = len(before)
         if prompt.ids[:start] == before and tokenizer.eos_token_id in prompt.ids[start:]:
             yield start, prompt.ids.index(tokenizer.eos_token_id, start) + 1
@@ -125,7 +125,7 @@ def _reward_row(
 
 
 def max_tokens(config: RunConfig, phase: Phase) -> int:
-    """Most tokens of a row of a phase: of a prompt in step 3, else of a prompt and its answer."""
+    """Limit on the tokens of a row: of the prompt in step 3, else of prompt and answer together."""
     if phase == "ppo":
         return config.ppo.max_prompt_length
     return config.sft.max_length if phase == "sft" else _pair_length(config)
@@ -164,7 +164,7 @@ def encode_row(
     tokenizer: PreTrainedTokenizerBase,
     tally: Counter[str],
 ) -> Row | None:
-    """One normalised row as its use sees it (columns as in `FEATURES`); None: it is left out.
+    """One normalised row as its phase needs it (columns as in `FEATURES`); None if it is left out.
 
     `tally` counts what was cut or left out, under the names of `PhaseData.counts`, and of phase
     sft the `tokens` and `trained_tokens`.

@@ -1,6 +1,6 @@
 """The embedded corpus: questions about a few hundred facts, each in several wordings.
 
-A model of a million parameters learns it in minutes, and alignment can be seen in it: step 1
+A model of a million parameters learns it in minutes, and alignment shows in its answers: step 1
 learns a curt and a friendly answer to each question, preferences favour the friendly and correct
 one, and held-out questions pair a wording with a fact that training never saw together.
 """
@@ -271,7 +271,7 @@ def questions(part: str) -> Iterator[Question]:
     for table in TABLES:
         for number, subject in enumerate(table.facts):
             count = len(table.wordings)
-            # The second term keeps a wording from meeting the same column of a table again.
+            # The second term makes facts that are `count` apart hold out different wordings.
             held_out = (number + number // count + 1) % count
             for wording in range(count):
                 if (wording == held_out) == (part == "eval"):

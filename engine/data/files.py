@@ -1,4 +1,4 @@
-"""Files of a local data set: which they are, and their rows in a stream. Needs no torch."""
+"""Files of a local data set: finding them, and reading their rows as a stream. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataError(ValueError):
 
 
 def is_local(path: str) -> bool:
-    """Whether a source's path means this machine: such a path is never looked up on the Hub."""
+    """Whether a source's path is on this machine; such a path is never looked up on the Hub."""
     looks_local = path.startswith(("/", ".", "~")) or path.lower().endswith(SUFFIXES)
     looks_local |= path == catalogue.LOCAL_FILES
     return not path.startswith("embedded:") and (looks_local or Path(path).exists())
@@ -114,7 +114,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _not_utf8(file: Path) -> str:
-    """Where a file stops being UTF-8, and the way out."""
+    """Where a file stops being UTF-8, and how to fix it."""
     guess = "ENCODING"
     with open(file, "rb") as stream:
         for line, content in enumerate(stream, 1):
@@ -179,8 +179,8 @@ def _json_line_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{file}: line {number} is not JSON ({error.msg}); mend or remove it (a file "
-                "holds a list of objects, or one object a line)"
+                f"{file}: line {number} is not JSON ({error.msg}); fix or remove it (a file "
+                "holds a list of objects, or one object per line)"
             ) from error
         yield f"line {number}", _object(file, f"line {number}", row)
 
@@ -201,15 +201,15 @@ def _json_list_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
                 return
             row, end = decoder.raw_decode(buffer)
         except json.JSONDecodeError as error:
-            # Reads as much again as is there: a broken row costs no quadratic time.
+            # Doubles the buffer, so that even a broken row is found in linear time.
             more = stream.read(max(len(buffer), 1 << 16))
             if more:
                 buffer += more
                 continue
             raise DataError(
                 f"{file}: line {line + error.lineno - 1} is not JSON ({error.msg}), "
-                f"in or after row {number + 1}; mend or remove it (a file holds a list of "
-                "objects, or one object a line)"
+                f"in or after row {number + 1}; fix or remove it (a file holds a list of "
+                "objects, or one object per line)"
             ) from error
         number += 1
         yield f"row {number}", _object(file, f"row {number}", row)

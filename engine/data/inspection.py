@@ -19,7 +19,7 @@ from engine.data.sources import Note, load_source
 from engine.data.templates import encode_answer, encode_document, encode_prompt, render_prompt
 
 Piece = tuple[str, bool]
-"""Decoded text, and whether its tokens are learnt."""
+"""Decoded text, and whether its tokens are trained on."""
 
 
 def inspect(
@@ -108,7 +108,7 @@ def exported(
 def learnt_pieces(
     ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[Piece]:
-    """A row decoded in runs of tokens that are all learnt, or all not."""
+    """A row decoded in runs of tokens that are all trained on, or all not."""
     runs = itertools.groupby(zip(ids, labels, strict=True), key=lambda token: token[1] != IGNORED)
     return [
         (tokenizer.decode([token for token, _ in run], skip_special_tokens=False), learnt)
@@ -166,7 +166,7 @@ def _lengths(rows: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
 def _pairs(
     rows: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig
 ) -> dict[str, Any] | None:
-    """Of the pairs for step 2: how many, how many are the same, where chosen has more tokens."""
+    """Pairs for step 2: how many, how many are identical, in how many chosen has more tokens."""
     pairs = [
         (row["chosen"], row["rejected"])
         for row in rows
@@ -190,7 +190,7 @@ def _pairs(
 def _limits(
     rows: Any, served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Of each step that is served: its limit in tokens, what is cut, left out, learnt."""
+    """For each step that is served: its token limit, and what is cut, left out and trained on."""
     found = {}
     for step, phase in served.items():
         tally: Counter[str] = Counter()
@@ -233,7 +233,7 @@ def _rendered(
             return tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=not answer
             )
-        except Exception as error:  # Jinja's errors and what templates raise by themselves
+        except Exception as error:  # Jinja's errors and what templates raise themselves
             return f"refused by the template: {error}"
 
     # Refuses as training would, where the template does.
@@ -247,7 +247,7 @@ def _rendered(
 def _samples(
     rows: list[Row], served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
-    """Rows as each step that they serve sees them."""
+    """Rows as each step that uses them sees them."""
     needs = {"sft": ("chosen",), "reward": ("chosen", "rejected"), "ppo": ()}
     for number, row in enumerate(rows, 1):
         for step, phase in served.items():

@@ -41,7 +41,7 @@ class PhaseData:
     ppo `prompt_ids` and `row`, its place among the phase's rows before any was dropped.
 
     `counts` is of the train rows: `rows`, `truncated` (older turns or the end cut),
-    `dropped_long` (no room for an answer, or a prompt beyond its limit), `dropped_identical`
+    `dropped_long` (no room for an answer, or a prompt over its limit), `dropped_identical`
     (pairs that are equal, also after truncation), `eval_rows`, and `trained_token_share` (sft,
     else None). `dropped_empty` and `dropped_unusable` (no dialogue of question and answer) are of
     the sources as a whole.
@@ -61,7 +61,7 @@ def build_phase(
     """Load, split, tokenise (once) and open the rows of a phase.
 
     The tokenizer's EOS must be the one the run trains with. The same configuration and tokenizer
-    give the same rows in every process; `note` gets lines as "tokenising 34 %".
+    give the same rows in every process; `note` gets lines like "tokenising 34 %".
 
     Raises:
         DataError: a source cannot be used, or leaves the phase without rows.
@@ -129,7 +129,7 @@ def eval_prompts(
 
 
 class PromptColumns:
-    """What reward functions are given of the prompts of step 3, beside their text."""
+    """What reward functions get of the prompts of step 3 besides their text."""
 
     def __init__(self, config: RunConfig, note: Note = lambda _: None) -> None:
         sources = [load_source(s, config.data.cache_dir, note) for s in config.data.sources]
@@ -207,7 +207,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides a tokenizer's ids: vocabulary, pipeline, special tokens, template."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Calls with padding or truncation leave their mark here without changing any id.
+        # Calls with padding or truncation change these settings, but no id.
         state["padding"] = state["truncation"] = None
     else:
         state = sorted(tokenizer.get_vocab().items())
@@ -279,7 +279,7 @@ def _wanted(config: RunConfig, sources: list[SourceRows]) -> frozenset[Phase]:
 
 
 def _by_phase(rows: Dataset, indices: np.ndarray, phase: Phase) -> tuple[np.ndarray, np.ndarray]:
-    """Of the indices: those of rows that name this phase, and those that name none."""
+    """The indices of rows that name this phase, and of rows that name none."""
     column = rows.data.column("phases")
     if column.null_count == len(column):
         return indices[:0], indices

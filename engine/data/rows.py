@@ -47,7 +47,7 @@ class UnusableRow(Exception):
 
 @dataclass
 class Dropped:
-    """Rows left out, counted by reason, and where the first of each stands."""
+    """Rows left out, counted by reason, and where the first of each is."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))
     first: dict[str, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
 
 
 def further_columns(row: Row, schema: Schema) -> str | None:
-    """What a reward function is given of a row, as JSON: a string, as columns differ per source.
+    """What a reward function gets of a row, as a JSON string, since columns differ between sources.
 
     These are `prompt`, where it is plain text in the data and no dialogue, and all columns but
     those of prompt and pairs. None of plain text, which has no prompts.
@@ -243,7 +243,7 @@ def _answer(value: Any, column: str, where: str) -> str:
 
 
 def _extras(row: Row, where: str) -> Row:
-    """What a row may say beside prompt and answers, where it is of the right type."""
+    """The optional fields of a row besides prompt and answers, those of the right type."""
     extras: Row = {}
     for name in ("references", "phases"):
         value = row.get(name)

@@ -25,7 +25,7 @@ _MAPPED = ("prompt", "chosen", "rejected", "response", "messages", "text")
 
 @dataclass(frozen=True)
 class Schema:
-    """Which column of a data set plays which part; None where there is none.
+    """Which column of a data set has which role; None where there is none.
 
     Rows of an `entry` of the catalogue are read by its mapping.
     """
@@ -56,9 +56,9 @@ class Schema:
         return ", ".join(f"{name} {column!r}" for name, column in parts)
 
     def step_reasons(self, needs_reward_model: bool) -> dict[int, str | None]:
-        """Of each step why it is not served; None: it is.
+        """For each step why it is not served; None if it is.
 
-        Where step 3 learns from the reward model of step 2, both need pairs.
+        If step 3 learns from the reward model of step 2, both need pairs.
         """
         if self.text:
             text = "plain text, which serves the mixture loss of step 3 alone"
@@ -72,13 +72,13 @@ class Schema:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a source by the part that each may play; None where there is none.
+    """Columns of a source by the role that each may have; None where there is none.
 
     Attributes:
         source: path of the source.
         rows: its first rows.
         names: all columns.
-        mapped: the parts that the source's own mapping names.
+        mapped: the roles that the source's own mapping names.
     """
 
     source: str
@@ -195,7 +195,7 @@ def _prompt_alone(columns: Columns) -> Schema | None:
     return Schema(prompt=columns.prompt, input=columns.input) if columns.prompt else None
 
 
-# The first that fits is taken.
+# In order: the first that fits is used.
 SCHEMAS: tuple[Callable[[Columns], Schema | None], ...] = (
     _mapped_text,
     _mapped_dialogue,

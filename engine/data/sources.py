@@ -50,7 +50,7 @@ class SourceRows:
     """The normalised rows of one source, memory-mapped.
 
     `dropped` counts rows left out as `empty` or `unusable`, `first_dropped` says where the first
-    of each stands and what it lacks; `fingerprint` changes with the content and the way it is read.
+    of each is and what it lacks; `fingerprint` changes with the content and the way it is read.
     """
 
     train: Dataset
@@ -165,19 +165,20 @@ def _from_hub(source: DataSource, note: Note) -> dict[str, Dataset]:
         megabytes = f"{size / 1e6:.0f} MB" if size else "size unknown"
         note(f"data set {name} from the Hub ({megabytes}; kept in the Hub's cache)")
         splits = load_dataset(name, source.subset)
-    except Exception as error:  # the library raises a dozen kinds; all mean the same to a person
+    except Exception as error:
+        # The library raises a dozen exception types that all mean the same to the user.
         reason = str(error).splitlines()[0][:200] if str(error) else ""
-        way_out = "check the name, the subset and the network, or give a local path"
+        suggestion = "check the name, the subset and the network, or give a local path"
         if "scripts are no longer supported" in reason:
             # The Hub keeps the data of such sets as Parquet in a branch of its own.
-            way_out = (
+            suggestion = (
                 f"get its files: hf download {name} --repo-type dataset --revision "
                 f"refs/convert/parquet --local-dir {source.path}, and give that folder as a path: "
                 f"./{source.path}"
             )
         raise DataError(
             f"data {source.path!r}: nothing of this name on this machine, and it could not be "
-            f"loaded from the Hub ({type(error).__name__}: {reason}); {way_out}"
+            f"loaded from the Hub ({type(error).__name__}: {reason}); {suggestion}"
         ) from error
     train = next((name for name in splits if str(name).startswith("train")), None)
     if train is None:

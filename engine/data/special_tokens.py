@@ -1,4 +1,4 @@
-"""Tokenising text that spells special tokens: it stays text, and real ones stay real."""
+"""Tokenising text that spells special tokens: it stays text, while real ones stay special."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMES = range(0x100000, 0x10FFFE)
 
 
 class SpecialTokens:
-    """Tells the special tokens that a template writes from those that people spell in their text.
+    """Keeps special tokens that a template writes apart from those spelled in user text.
 
-    What people spell goes through the template under other names. Afterwards the template's own
+    Those spelled in text go through the template under other names. Afterwards the template's own
     special tokens get other names, and a copy of the tokenizer, which knows those and ignores the
     true ones, reads the whole text at once. Tokenised in pieces it would lose merges at the seams,
     and SentencePiece would put a space before each piece.
@@ -30,7 +30,7 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # Tokenizers in Python may leave the mark of special tokens out.
+        # Tokenizers written in Python may not set this flag on special tokens.
         named = set(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder
         tokens = {i: token for i, token in added.items() if token.special or i in named}
@@ -59,7 +59,7 @@ class SpecialTokens:
             stand_in_id = {name: -1 - i for i, name in enumerate(names)}.__getitem__
         self._ids = {name: stand_in_id(name) for name in (*self._own.values(), self._break)}
         self._real = {self._ids[self._own[token.content]]: i for i, token in tokens.items()}
-        # Unknown characters become <unk> wherever they stand.
+        # Unknown characters become <unk> anywhere.
         self._never_text = tokens.keys() - {tokenizer.unk_token_id}
 
     def spelled(self, text: str) -> bool:
@@ -71,7 +71,7 @@ class SpecialTokens:
         return self._spelled.sub(lambda found: self._hidden[found[0]], text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text: hidden special tokens are text, those in plain sight are real.
+        """Token ids of a text: hidden special tokens are text, all others are special.
 
         Raises:
             DataError: the chat template tore apart what `hide` put in.
@@ -79,7 +79,7 @@ class SpecialTokens:
         marked = self._spelled.sub(lambda found: self._own[found[0]], text)
         ids = self._stand_in_ids(self._shown(marked, lambda name: name))
         if not self._never_text.isdisjoint(ids):
-            # Unigram and word vocabularies hold the special tokens as words too.
+            # Unigram and word-level vocabularies also contain the special tokens as words.
             broken = self._shown(marked, lambda name: name[0] + self._break + name[1:])
             ids = self._stand_in_ids(broken)
         return [self._real.get(i, i) for i in ids if i != self._ids[self._break]]
@@ -97,7 +97,7 @@ class SpecialTokens:
     def _stand_in_ids(self, text: str) -> list[int]:
         if self._tokenizer.is_fast:
             return _plain_ids(self._copy, text)
-        # Tokenizers in Python take each piece between special tokens by itself anyway.
+        # Tokenizers written in Python tokenise text between special tokens separately anyway.
         ids: list[int] = []
         for piece in re.split(f"({_any_of(self._ids).pattern})", text):
             if piece in self._ids:

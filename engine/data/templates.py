@@ -1,7 +1,7 @@
 """The dialogue template: from messages to the token ids of a prompt, and of an answer.
 
-Prompt and answer are tokenised apart and their ids joined, in training as in generation, so both
-agree at the boundary. An answer ends in EOS, put there by id.
+Prompt and answer are tokenised separately and their ids joined, in training and in generation, so
+that both agree at the boundary. An answer ends in EOS, appended by id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HUMAN_ASSISTANT_CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A prompt within its limit, and how many of its oldest turns that cost."""
+    """A prompt within its limit, and how many of its oldest turns were cut."""
 
     ids: list[int]
     messages: list[Message]
@@ -41,7 +41,7 @@ class FittedPrompt:
 
 @functools.lru_cache(maxsize=8)
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts BOS before a text by itself."""
+    """Whether the tokenizer adds BOS before a text."""
     if tokenizer.bos_token_id is None:
         return False
     ids = tokenizer("a").input_ids
@@ -82,7 +82,7 @@ def render_prompt(
         return bos + "".join(turns) + "\n\nAssistant:"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # Jinja's errors and what templates raise by themselves
+    except Exception as error:  # Jinja's errors and what templates raise themselves
         roles = ", ".join(turn["role"] for turn in messages)
         raise DataError(
             f"the tokenizer's chat template refuses a dialogue of {roles}: {error}; "
@@ -97,7 +97,7 @@ def encode_prompt(
 
     Equal to the tokenizer's `apply_chat_template(..., add_generation_prompt=True)` once
     `install_template` has stored the template; but special tokens that the messages spell stay
-    text, and those of the template alone are real.
+    text; only those of the template are special.
     """
     special = special_tokens(tokenizer)
     if not any(special.spelled(turn["content"]) for turn in messages):
@@ -109,8 +109,8 @@ def encode_prompt(
 
 def encode_answer(text: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
     """Token ids of an answer and EOS; text that spells a special token stays text."""
-    # The anchor is what precedes an answer: tokenizers that treat a text's first word apart
-    # (SentencePiece) then see the answer as it stands after the prompt.
+    # The anchor is what precedes an answer: tokenizers that treat the first word of a text
+    # differently (SentencePiece) then see the answer as it follows the prompt.
     anchor, space = ("Assistant:", " ") if template == "human_assistant" else ("\n", "")
     answer = space + text.strip()
     before = _anchor_ids(tokenizer, anchor)
@@ -128,7 +128,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text that stands alone, with the BOS or EOS that the tokenizer adds to one.
+    """Token ids of a text on its own, with the BOS or EOS that the tokenizer adds.
 
     Text that spells a special token stays text.
     """
@@ -140,7 +140,7 @@ def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer adds before and after a text by itself."""
+    """The special tokens that the tokenizer adds before and after a text."""
     bare = tokenizer("a", add_special_tokens=False).input_ids
     ids = tokenizer("a").input_ids
     start = next(i for i in range(len(ids)) if ids[i : i + len(bare)] == bare)

@@ -1,6 +1,6 @@
-"""Tokenise rows into one Arrow file, chunk by chunk, in as many processes as pay for their start.
+"""Tokenise rows into one Arrow file, chunk by chunk, in as many processes as are worth starting.
 
-`python -m engine.data.tokenising` is such a process: a job comes in on its standard input.
+`python -m engine.data.tokenising` is such a process: it reads a job from standard input.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from engine.data.files import DataError, Row
 from engine.data.sources import Note
 
 ROWS_OF_A_CHUNK = 2048
-ROWS_FOR_A_PROCESS = 10_000  # fewer take less time than the start of a process
-_MOST_PROCESSES = 64  # each takes some 200 MB beside the files that it maps
+ROWS_FOR_A_PROCESS = 10_000  # Fewer rows take less time than starting a process.
+_MOST_PROCESSES = 64  # Each takes some 200 MB besides the files that it maps.
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
@@ -77,7 +77,7 @@ def tokenise(
         target: file to write.
         work: folder for finished chunks; those that an interrupted attempt with the same parts
             and encoding left there are used.
-        note: gets lines as "tokenising 34 %".
+        note: gets lines like "tokenising 34 %".
 
     Returns:
         the tally of `encode_row`, and `rows` that were written.
@@ -123,7 +123,7 @@ def _chunks(parts: list[Part], work: Path, name: str) -> Iterator[_Chunk]:
 
 
 def _progress(work: Path, name: str, total: int, note: Note) -> Callable[[], None]:
-    """Says how many of all chunks are there, each twentieth once."""
+    """Reports how many chunks are done, in steps of 5 %."""
     next_percent = 0
 
     def say() -> None:
@@ -155,7 +155,7 @@ def _tokenise_chunk(chunk: _Chunk, encoding: Encoding) -> None:
 
 def _rows(chunk: _Chunk) -> Iterator[Row]:
     for file, indices in chunk.pieces:
-        # Rows taken one by one would cost as much as their tokens.
+        # Reading rows one by one would take as long as tokenising them.
         yield from _opened(file)[indices].to_pylist()
 
 
@@ -167,8 +167,8 @@ def _opened(file: str) -> Dataset:
 def _tokenise_in_processes(
     chunks: list[_Chunk], encoding: Encoding, count: int, progress: Callable[[], None]
 ) -> None:
-    # Programs of their own: a fork would copy what runs in this process, such as the threads of
-    # torch, and multiprocessing's other ways run the main script again.
+    # Separate programs: a fork would copy the state of torch's threads, and multiprocessing's
+    # other start methods run the main script again.
     folder = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
@@ -199,7 +199,7 @@ def _tokenise_in_processes(
 
 
 def _raise_failure(process: subprocess.Popen[bytes]) -> None:
-    """Raise what a process that has ended raised, if it did."""
+    """Raise the error of a process that failed."""
     assert process.stdout is not None
     error = process.stdout.read()
     if error:
@@ -212,8 +212,8 @@ def _raise_failure(process: subprocess.Popen[bytes]) -> None:
 
 
 def _work(job: BinaryIO, outcome: BinaryIO) -> None:
-    """Tokenise the chunks of a job; write an error that has its own advice to `outcome`."""
-    # Code that came with a tokenizer is imported from a folder that this makes known.
+    """Tokenise the chunks of a job; write an error that comes with advice to `outcome`."""
+    # Custom tokenizer code is imported from a folder that this puts on the path.
     dynamic_module_utils.init_hf_modules()
     parent, encoding, chunks = pickle.load(job)
     try:
@@ -226,7 +226,7 @@ def _work(job: BinaryIO, outcome: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # What libraries print goes into the log, the pipe is for the outcome alone.
+    # What libraries print goes to the log; the pipe carries only the outcome.
     with os.fdopen(os.dup(1), "wb") as pipe:
         os.dup2(2, 1)
         from engine.data import tokenising

@@ -1,6 +1,6 @@
 """Why a step failed: the root cause among the lines of its log, and the change that fixes it.
 
-`EXCEPTIONS`, `LINES` and `RETURN_CODES` are the whole knowledge: pattern, id of the cause, advice.
+`EXCEPTIONS`, `LINES` and `RETURN_CODES` hold all of it: pattern, id of the cause, advice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-# other ranks may finish some steps after one has failed; an error older than that was survived
+# Other ranks may finish some steps after one has failed; training survived any older error.
 _RECORDS_UNTIL_SURVIVED = 20
 _LONGEST_LINE = 400
 
@@ -86,7 +86,7 @@ def _symptom(id: str, pattern: str, advice: str) -> Symptom:
     return Symptom(id, re.compile(pattern), advice)
 
 
-# last lines of tracebacks, the first pattern that fits decides
+# Last lines of tracebacks; the first pattern that fits decides.
 EXCEPTIONS = (
     _symptom("bus_error", r"[Bb]us error|shared memory|/dev/shm", _SHARED_MEMORY),
     _symptom(
@@ -167,7 +167,7 @@ EXCEPTIONS = (
     _symptom("killed", r"^KeyboardInterrupt", _STOPPED),
 )
 
-# lines that are no exception but say as much
+# Lines that are no exception but say the same.
 LINES = (
     _symptom(
         "killed", r"^(?:.*: line \d+: +)?(?:\d+ +)?Killed\b|oom-kill|^Out of memory: K", _KILLED
@@ -179,7 +179,7 @@ LINES = (
         _SHARED_MEMORY,
     ),
     _symptom("out_of_memory", r"^ *what\(\): .*(?:out of memory|bad_alloc)", _MEMORY),
-    # NCCL names the reason some lines below its exception
+    # NCCL names the reason some lines below its exception.
     _symptom("out_of_memory", r"^Cuda failure (?:\d+ )?'out of memory'", _MEMORY),
     _symptom("bus_error", r"^Error while creating shared memory segment", _SHARED_MEMORY),
     _symptom("port_in_use", r"^\[E.*socket\.cpp.*failed to listen", _PORT),
@@ -193,7 +193,7 @@ LINES = (
     _symptom("permission", r"Permission denied \(publickey", _PERMISSION),
 )
 
-# scripts also survive such failures: used only where nothing better is known
+# Scripts may survive such failures: used only if nothing better is found.
 _HINTS = (
     _symptom("missing_program", r"^(?:\S+: )*(?:line \d+: )?[\w./+-]+: (?:command )?not found$",
            _PROGRAM),
@@ -220,7 +220,7 @@ _EXCEPTION = re.compile(
     r"(?:Exception|[A-Za-z_][\w.]{0,120}(?:Error|Exception|Interrupt|Timeout|Exit|IsEnabled))"
     r"(?:: |:?$)"
 )
-# what ranks, wrappers and launchers say because another process failed
+# What ranks, wrappers and launchers print because another process failed.
 _FOLLOW_UP = re.compile(
     r"(?:closed|reset) by peer|[Bb]roken pipe|communicator was aborted|nccl(?:Remote|System)Error"
     r"|ChildFailedError|CalledProcessError|exited with non-zero status|SystemExit|connectFullMesh"
@@ -231,7 +231,7 @@ _LINE_MARKS = (
 )  # fmt: skip
 _HANDLING = "During handling of the above exception"
 _END_OF_MESSAGE = ("Traceback (most recent", "  File ", _HANDLING, "The above exception was")
-# transformers' table of what it loaded, which it prints above an exception that only points there
+# transformers prints a table of what it loaded above an exception that only refers to it.
 _MISMATCHED_WEIGHT = "Reinit due to size mismatch"
 _LOADING_REPORT = "the above report"
 
@@ -249,19 +249,19 @@ class _Candidate:
 
 @dataclass
 class CauseFinder:
-    """Chooses the root cause while the lines of a log pass by, in constant memory."""
+    """Finds the root cause while reading a log line by line, in constant memory."""
 
     _found: dict[str, _Candidate] = field(default_factory=dict)
     _records: int = 0
     _handling: bool = False
-    # the lines before belong to an exception whose cause none of them names, up to one that
-    # announces the next by its colon
+    # The lines before belong to an exception whose cause none of them names, up to one that
+    # announces the next by a colon.
     _message_open: bool = False
     _announced: bool = False
     _mismatched_weight: str = ""
 
     def read(self, line: str, records: int) -> None:
-        """Take note of a line that is not about training, without prefixes and escapes.
+        """Read a line that is not about training, without prefixes and escapes.
 
         `records` is how many records the log has given so far: training that went on for long after
         an error has survived it.
@@ -312,7 +312,7 @@ class CauseFinder:
             return
         self._message_open, self._announced = True, line.endswith(":")
         if self._handling:
-            # the handler's own exception says more than the one that it stumbled over
+            # The exception raised while handling another says more than that other one.
             self._found.pop("exception", None)
         self._keep("exception", Symptom("unknown", _EXCEPTION, _UNKNOWN), line)
         self._handling = False

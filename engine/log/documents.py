@@ -44,7 +44,8 @@ def read_document(path: Path) -> LogDocument:
         while block := file.read(_BLOCK):
             head, newline, rest = block.rpartition(b"\n")
             if not newline:
-                unfinished = (unfinished + rest)[:_BLOCK]  # a line without end stays bounded
+                # Bounds the memory for a line that never ends.
+                unfinished = (unfinished + rest)[:_BLOCK]
                 continue
             records += reader.feed_all((unfinished + head).decode("utf-8", "replace").split("\n"))
             unfinished = rest

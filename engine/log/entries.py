@@ -20,7 +20,7 @@ _NOT_QUANTITIES = ("step", "epoch", "ppo_epoch", "speed", "more")
 
 
 class Entry(Protocol):
-    """Something to report."""
+    """One thing to report."""
 
     def lines(self) -> list[str]:
         """The lines of training.log."""

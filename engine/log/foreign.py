@@ -1,8 +1,8 @@
 """What is not ours in training.log: lines that are not clean, DeepSpeed, its launcher, wrappers.
 
-Ranks tear their lines into one, launchers put the host before a line, tqdm draws bars over what
-was there, rich draws boxes, terminals are sent escapes. `clean_parts` and `torn_parts` give the
-lines that were meant; `Surroundings` keeps what launchers, wrappers and DeepSpeed say.
+Ranks interleave their lines, launchers put the host before a line, tqdm redraws bars, rich draws
+boxes, and there are terminal escapes. `clean_parts` and `torn_parts` recover the intended lines;
+`Surroundings` keeps what launchers, wrappers and DeepSpeed say.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from engine.config.steps import PIPELINES
 from engine.log.causes import Cause, CauseFinder
 
-# of a longer line only so much is read, so that hostile logs take bounded time
+# Longer lines are cut, so that a hostile log takes bounded time.
 LONGEST_LINE = 64 * 1024
-# a host, a rank, a bar and a box stand before a line at most, now and then twice
+# At most a host, a rank, a bar and a box precede a line, sometimes twice.
 _MOST_PREFIXES = 8
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -29,7 +29,7 @@ _BOX = re.compile(r"[│┃|] (?P<rest>.*?) *[│┃|]")
 _HOST_PREFIX = re.compile(r"([\w.-]{1,255}): (?P<rest>.*)")
 _STAMPS = re.compile(r"(?:\[[^\]]{0,100}\] ?){1,6}")
 _HEAD = re.compile(r"[^\s:=!]{0,100}")
-# what a line of ours or theirs may begin with, to part the lines that ranks tore into one
+# What a line of ours or theirs may begin with, to separate lines that ranks interleaved.
 _HEADS = re.compile(
     r"(?<!PPO )Epoch: [0-9]|Epoch [0-9]+/|epoch: [0-9]+\||Iter [0-9]+: c_"
     r"|(?:ppl|chosen): (?:[-+0-9]|nan|inf|NA)|End-to-End => |Generation => |Training   => "
@@ -67,7 +67,7 @@ def head_of(message: str) -> str:
 
 
 def clean_parts(line: str, hosts: set[str]) -> list[str]:
-    """The lines that a line was meant to be: itself where it is clean, none where it says nothing.
+    """The lines that a line was meant to be: itself if it is clean, none if it holds no text.
 
     Without escapes, control characters, progress bars, boxes, and the ranks and `hosts` before it.
     """
@@ -80,7 +80,7 @@ def clean_parts(line: str, hosts: set[str]) -> list[str]:
 
 
 def _without_prefixes(text: str, hosts: set[str]) -> str:
-    """What follows hosts, ranks, progress bars and the border of a box; nothing after too many."""
+    """The text after hosts, ranks, progress bars and the border of a box; empty after too many."""
     for _ in range(_MOST_PREFIXES):
         match = None
         if text.startswith("[rank"):
@@ -105,7 +105,7 @@ def without_stamps(line: str) -> str:
 
 
 def torn_parts(line: str) -> list[str]:
-    """The lines that ranks tore into one; none where it is one line."""
+    """The lines that ranks interleaved into this one; none if it is a single line."""
     if not _HEADS.match(line):
         return []
     starts = [match.start() for match in _HEADS.finditer(line)]
@@ -116,7 +116,7 @@ def torn_parts(line: str) -> list[str]:
 
 @dataclass
 class _Launch:
-    """What the launcher said of the processes of one launch."""
+    """What the launcher reported about the processes of one launch."""
 
     spawned: int = 0
     world_size: int = 0
@@ -142,7 +142,7 @@ class Surroundings:
     """What launchers, wrappers and DeepSpeed say around the training's own lines.
 
     Args:
-        learn_step: is called with the step that a command or a wrapper names.
+        learn_step: called with the step that a command or a wrapper names.
     """
 
     def __init__(self, learn_step: Callable[[str], None]) -> None:
@@ -174,12 +174,12 @@ class Surroundings:
         }
 
     def read(self, head: str, message: str, line: str) -> bool:
-        """Take note of a line, whose message follows its stamps; False where it is unknown."""
+        """Read a line, whose message follows its stamps; False if it is unknown."""
         read = self._readers.get(head)
         return read is not None and read(message, line)
 
     def read_unknown(self, line: str, records: int) -> None:
-        """Take note of a line that nothing else has read, after so many records."""
+        """Read a line that nothing else has recognised, after so many records."""
         if "exits with return code" in line and line[0] == "[":
             match = _RETURN_CODE.search(line)
             if match:
@@ -188,7 +188,7 @@ class Surroundings:
             self._launch.causes.read(line, records)
 
     def saw_rank(self, rank: int) -> None:
-        """Count the ranks of a log whose launcher said nothing of them."""
+        """Count the ranks of a log whose launcher did not report them."""
         self._launch.ranks_seen = max(self._launch.ranks_seen, rank + 1)
 
     @staticmethod
@@ -206,7 +206,7 @@ class Surroundings:
 
     @property
     def returncode(self) -> int | None:
-        """The exit of the launcher, as far as the log says it."""
+        """The launcher's exit code, if the log has it."""
         return 0 if self.state == "ok" else self._launch.returncode
 
     def cause(self, records: int) -> Cause | None:
@@ -220,10 +220,10 @@ class Surroundings:
 
     @property
     def events(self) -> dict[str, int]:
-        """How often something happened that is no record, once for all ranks."""
+        """How often events without a record happened, counted once for all ranks."""
         return {"overflow": self._overflow_events or self._overflow_iterations, **self._events}
 
-    # fp16: each of these counts an overflow in one of DeepSpeed's optimizers
+    # fp16: each of these is an overflow in one of DeepSpeed's optimizers.
 
     def _read_overflow(self, message: str, line: str) -> bool:
         if message.endswith("skipping both actor and critic steps"):
@@ -232,7 +232,7 @@ class Surroundings:
         match = _OVERFLOW.fullmatch(message) if "[deepspeed]" in line else None
         if match is None:
             return False
-        if match[1] in (None, "0"):  # else another rank reports the same event
+        if match[1] in (None, "0"):  # Otherwise another rank reports the same event.
             self._overflow_events += 1
             self._count_floor(match[2], match[3])
         return True
@@ -241,7 +241,7 @@ class Surroundings:
         match = _OVERFLOW_ITERATION.fullmatch(message)
         if match is None:
             return False
-        if match[1] != self._overflow_iteration:  # else another rank's
+        if match[1] != self._overflow_iteration:  # Otherwise it is another rank's.
             self._overflow_iteration = match[1]
             self._overflow_iterations += 1
             self._scale_change = ""
@@ -251,7 +251,7 @@ class Surroundings:
         match = _SCALE_CHANGE.fullmatch(message)
         if match is None:
             return False
-        if message != self._scale_change:  # else another rank's
+        if message != self._scale_change:  # Otherwise it is another rank's.
             self._scale_change = message
             self._count_floor(match[1], match[2])
         return True
@@ -273,7 +273,7 @@ class Surroundings:
         self._events["dropped_answers"] += 1
         return True
 
-    # who runs, and how it ends
+    # Which processes run, and how they end.
 
     def _read_wrapper(self, message: str, line: str) -> bool:
         match = _STEP_OF_WRAPPER.match(message)
@@ -292,7 +292,7 @@ class Surroundings:
             message == line and "deepspeed.launcher" not in message
         ):
             return False
-        # a resumed step is launched again into the same log: the last launch counts
+        # A resumed step is launched again into the same log: the last launch counts.
         self._launch = _Launch()
         if match := _STEP_OF_COMMAND.search(message):
             self._learn_step({"rlhf": "ppo"}.get(match[1], match[1]))
@@ -304,7 +304,7 @@ class Surroundings:
         match = _WORKERS.fullmatch(message)
         if match is None:
             return False
-        # before their first line: each line of theirs begins with the host's name, without a domain
+        # Before their first line, since each begins with the host's name, without a domain.
         names = [name.rpartition("@")[2] for name in match[1].split(",")]
         self.hosts.update(names, (name.partition(".")[0] for name in names))
         return True

@@ -21,12 +21,12 @@ from engine.log.write import METRIC_NAME, SEPARATOR
 
 
 def _number(name: str) -> str:
-    # loose, for speed: what is no number fails when it is converted
+    # Loose, for speed: what is not a number fails when it is converted.
     return rf"(?P<{name}>[-+.0-9aefinNA]+)"
 
 
 def _last_number(name: str) -> str:
-    # strict at the end of a line, where a torn line may leave half a number
+    # Strict at the end of a line, where a torn line may leave half a number.
     return rf"(?P<{name}>[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)|NA)"
 
 
@@ -35,7 +35,7 @@ def _count(name: str) -> str:
 
 
 class _Form:
-    """A form of line: one pattern, whose groups are the numbers by name."""
+    """One kind of line: a pattern whose groups are the numbers by name."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -57,7 +57,7 @@ class _Form:
         texts = match.groups()
         values: list[float | None]
         try:
-            # mostly all are there, and this takes 5 % off the reading of a log
+            # Usually all are present, and this path saves 5 % of reading a log.
             values = list(map(float, texts))
         except (TypeError, ValueError):
             values = [None if text is None or text == "NA" else float(text) for text in texts]
@@ -139,7 +139,7 @@ _PPO_BLOCK = (_PPO_LOSSES, _END_TO_END, _GENERATION, _TRAINING, _PARAMETERS, _RE
 # A long history is mostly such blocks, and one match costs less than six: with it the dashboard has
 # 200,000 lines on the screen after 1.32 s of a core, without it after 1.50 s.
 _WHOLE_PPO_BLOCK = _Form("\n".join(form.pattern for form in _PPO_BLOCK))
-# DeepSpeed's hybrid engine prints it when it begins to generate again; we never do
+# DeepSpeed's hybrid engine prints it when it begins to generate again; we never do.
 _HYBRID_TIMER = _Form(
     rf"\|E2E latency={_number('e2e_s')}s \|Gather latency={_number('gather_s')}s \([^)]*\) "
     rf"\|Generate time={_number('generate_s')}s \([^)]*\) "
@@ -163,8 +163,8 @@ _NOTHING: _Records = ()
 class LogReader:
     """Reads the lines of a log as they come, in constant memory, and never raises.
 
-    A `ppo` record is given once the line after its block has come; should the hybrid engine's times
-    come later still, they are added to the record that was given.
+    A `ppo` record is returned after the line that follows its block; if the hybrid engine's times
+    come later still, they are added to the returned record.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class LogReader:
         self._ppo_untimed: Record | None = None
         self._optimizer: Record | None = None
         self._surroundings = Surroundings(self._learn_step)
-        # by the first word of a line
+        # By the first word of a line.
         self._readers: dict[str, Callable[[str], _Records | None]] = {
             "Epoch:": self._read_step,
             "Epoch": self._read_epoch_loss,
@@ -210,7 +210,7 @@ class LogReader:
             "Step": partial(self._read_text, "Step finished => model: ", "finished", "model"),
             "---": self._read_printed,
         }
-        # DeepSpeed's lines that are records, by the head of what follows their stamps
+        # DeepSpeed's lines that are records, by the head of what follows their stamps.
         self._message_readers: dict[str, Callable[[str, str], _Records | None]] = {
             "step": self._read_optimizer,
             "epoch": self._read_engine_timer,
@@ -223,7 +223,7 @@ class LogReader:
     def feed_all(
         self, lines: Sequence[str], offsets: Sequence[int] | None = None
     ) -> Sequence[Record]:
-        """Read the next lines, without newlines, and give the records that they made whole.
+        """Read the next lines, without newlines, and return the records that they complete.
 
         With the byte at which each line begins in the log, each record gets an `offset`: that of
         its own first line.
@@ -257,9 +257,9 @@ class LogReader:
         return records
 
     def finish(self, unfinished: str = "") -> _Records:
-        """Give what was held back, at the end of the log.
+        """Return what was held back, at the end of the log.
 
-        Of a last line without its newline only the launcher's words count: a number may be cut.
+        A last line without a newline counts only if it is the launcher's: a number may be cut.
         """
         unfinished = unfinished[-LONGEST_LINE:].strip()
         if Surroundings.ends_well(unfinished):
@@ -275,7 +275,7 @@ class LogReader:
 
     @property
     def returncode(self) -> int | None:
-        """The exit of the launcher, as far as the log says it."""
+        """The launcher's exit code, if the log has it."""
         return self._surroundings.returncode
 
     @property
@@ -285,7 +285,7 @@ class LogReader:
 
     @property
     def events(self) -> dict[str, int]:
-        """How often something happened that is no record, once for all ranks."""
+        """How often events without a record happened, counted once for all ranks."""
         return self._surroundings.events
 
     def _give(self, record: Record) -> _Records:
@@ -312,7 +312,7 @@ class LogReader:
         return self._give(record)
 
     def _read_ppo_block(self, lines: Sequence[str], start: int, records: list[Record]) -> bool:
-        """Read a whole block that begins there; False, and nothing done, if it is none."""
+        """Read a whole block that begins there; False, and nothing done, if it is not one."""
         record = _new_ppo_record()
         try:
             block = "\n".join(lines[start : start + len(_PPO_BLOCK)])
@@ -359,7 +359,7 @@ class LogReader:
         times: Record = {}
         if not _HYBRID_TIMER.read(line, times):
             return None
-        # with several generations a step, only the first timer is about the step before
+        # With several generations per step, only the first timer is about the step before.
         record, self._ppo_untimed = self._ppo_untimed, None
         if record is not None:
             for name, value in times.items():
@@ -370,7 +370,7 @@ class LogReader:
     def _read_separator(self, line: str) -> _Records | None:
         return _NOTHING if line == SEPARATOR else None
 
-    # steps 1 and 2, and DPO
+    # Steps 1 and 2, and DPO.
 
     def _read_epoch_loss(self, line: str) -> _Records | None:
         record: Record = {"kind": "loss", "epoch": None, "step": None, "rank": None}
@@ -446,7 +446,7 @@ class LogReader:
             self._learn_step("ppo")
         return _NOTHING
 
-    # lines of our own
+    # Our own lines.
 
     def _read_metrics(self, line: str) -> _Records | None:
         if not line.startswith("Metrics => step: "):
@@ -475,10 +475,10 @@ class LogReader:
         return self._give({"kind": kind, name: line[len(head) :]})
 
     def _read_printed(self, line: str) -> _Records | None:
-        """Text of people and models, which counts as nothing, whatever it looks like."""
+        """Text of people and models: ignored, whatever it looks like."""
         return _NOTHING if line.startswith(("--- prompt -->", "--- ans    -->")) else None
 
-    # everything else: DeepSpeed, the launcher, the wrapper, and lines that are not clean
+    # Everything else: DeepSpeed, the launcher, the wrapper, and lines that are not clean.
 
     def _read_foreign(self, line: str) -> _Records:
         parts = clean_parts(line, self._surroundings.hosts)
@@ -508,7 +508,7 @@ class LogReader:
         if match is None or "[Rank 0]" not in line:
             return None
         step, skipped = int(match[1]), int(match[2])
-        if step == 0:  # printed while the engine starts
+        if step == 0:  # Printed while the engine starts.
             return _NOTHING
         previous = self._optimizer or {}
         second = previous.get("step") == step and previous.get("engine") == "actor"
@@ -540,6 +540,6 @@ def _new_ppo_record() -> Record:
 
 
 def _forget_unknown_bandwidth(record: Record) -> None:
-    # in bf16 the original prints -1.00 for what it does not know
+    # In bf16 the original prints -1.00 for an unknown value.
     if record.get("bandwidth_gb_s") == -1.0:
         record["bandwidth_gb_s"] = None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-# On a full disk, between two tries to write.
+# Between two attempts to write on a full disk.
 _SECONDS_BETWEEN_LOOKS = 5.0
 
 
@@ -28,7 +28,7 @@ def write_line(stream: TextIO, line: str) -> None:
     text = _one_line(line) + "\n"
     try:
         descriptor = stream.fileno()
-    except (AttributeError, OSError):  # a stream in memory
+    except (AttributeError, OSError):  # An in-memory stream.
         stream.write(text)
         return
     stream.flush()
@@ -36,7 +36,7 @@ def write_line(stream: TextIO, line: str) -> None:
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of `content`; on a full disk wait for room: a run pauses and is not lost."""
+    """Write all of `content`; on a full disk wait for space: the run pauses instead of failing."""
     while content:
         try:
             content = content[os.write(descriptor, content) :]
@@ -173,7 +173,7 @@ def skipped_both(actor: bool, critic: bool) -> str:
 
 
 def prompts_printed(step: int, rank: int, prompts: Sequence[str]) -> str:
-    """A batch of prompts. Never read back: such text may hold anything, also our own lines."""
+    """A batch of prompts. Never read back: such text may hold anything, even our own lines."""
     return f"--- prompt --> step={step}, rank={rank}, {list(prompts)}"
 
 

@@ -69,7 +69,7 @@ class StepContext:
         config = config.for_step(step)
         folder = run / BY_NAME[step].folder
         folder.mkdir(parents=True, exist_ok=True)
-        # Their bars share a line with text, and the log is for lines.
+        # Progress bars redraw one line, but the log is read line by line.
         disable_progress_bar()
         events = cls._events_folder(config, folder) if config.logging.tensorboard else None
         report = Report(folder, None if events is None else events / "pipeline")
@@ -97,7 +97,7 @@ class StepContext:
     def resolve_model(self, name: str) -> str:
         """Path or Hub id of a base model; rank 0 builds an embedded one before the others look.
 
-        transformers writes weights on rank 0 alone.
+        transformers writes weights only on rank 0.
         """
         with rank_zero_first():
             return resolve_model(name)
@@ -127,15 +127,14 @@ class StepContext:
         self.report.phase("tokenising")
         with rank_zero_first():
             data = build_phase(self.config, tokenizer, phase, note=self.report.phase)
-        told = {name: count for name, count in data.counts.items() if count}
-        counts = ", ".join(f"{name} {count:.3g}" for name, count in told.items())
+        counts = ", ".join(f"{name} {n:.3g}" for name, n in data.counts.items() if n)
         self.report.note(
             f"data: {len(data.train)} rows to train on, {len(data.eval)} held out; {counts}"
         )
         return data
 
     def text_blocks(self, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-        """Plain text for the loss beside PPO's, in blocks of `length`; built as `build_data`."""
+        """Plain text for PPO's unsupervised loss, in blocks of `length`; see `build_data`."""
         with rank_zero_first():
             return unsupervised_rows(self.config, tokenizer, length, note=self.report.phase)
 
@@ -152,7 +151,7 @@ class StepContext:
         """This rank's batches of row numbers, each with whether its results count.
 
         Each row is in one batch that counts, on one rank. Under ZeRO-3 all ranks gather the
-        parameters together, so a rank with fewer batches computes the first row once more.
+        parameters together, so a rank with fewer batches computes its first row again.
         """
         own = range(rank(), rows, world_size())
         starts = range(0, len(own), batch_size)

@@ -42,7 +42,7 @@ def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
     _check_device(zero)
     if _quantizes_weights(zero):
         install_quantizer()
-    # transformers keeps a weak reference alone: the object must live as long as the loading.
+    # transformers keeps only a weak reference: the object must outlive the loading.
     keep_alive = HfDeepSpeedConfig(config)
     try:
         yield
@@ -68,12 +68,12 @@ def training_engine(
         groups: parameters with their learning rate and weight decay.
         options: the step's betas, schedule and warm-up.
         total_steps: optimizer steps of the whole schedule.
-        report: is told which optimizer it is.
+        report: gets a note of which optimizer is used.
         eps: Adam's epsilon.
     """
     zero = config["zero_optimization"]
     trained = sum(getattr(p, "ds_numel", p.numel()) for group in groups for p in group["params"])
-    # DeepSpeed lays the whole bucket out at once, by default 5e8 numbers.
+    # DeepSpeed allocates the whole bucket at once, by default 5e8 elements.
     zero["reduce_bucket_size"] = min(LARGEST_REDUCE_BUCKET, trained)
     offload = "offload_optimizer" in zero
     optimizer = _adamw(groups, offload, report, betas=options.adam_betas, eps=eps)
@@ -115,8 +115,8 @@ def backward(engine: deepspeed.DeepSpeedEngine, loss_sum: torch.Tensor, total: f
     loss = loss_sum * (world_size() / total)
     if engine.fp16_enabled():
         scale = loss_scale(engine)
-        # DeepSpeed 0.19 multiplies the loss by the scale under ZeRO alone, though the wrappers of
-        # stage 0 divide gradients by it as well. Set here, the factor is right either way.
+        # DeepSpeed 0.19 multiplies the loss by the scale only under ZeRO, though the wrappers of
+        # stage 0 divide gradients by it as well. Set here, the factor is right in both cases.
         loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
     engine.backward(loss, scale_wrt_gas=False)
 
@@ -138,7 +138,7 @@ def engine_step(engine: deepspeed.DeepSpeedEngine) -> float:
         return math.nan
     norm = None
     if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
-        # DeepSpeed clips here without telling the norm.
+        # DeepSpeed clips here without returning the norm.
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
     scale = loss_scale(engine)
@@ -171,7 +171,7 @@ def _quantizes_weights(zero: dict[str, Any]) -> bool:
 
 
 def _check_device(zero: dict[str, Any]) -> None:
-    """Refuse what needs DeepSpeed's kernels where there are none."""
+    """Refuse options that need DeepSpeed kernels which do not load here."""
     if zero.get("zero_quantized_gradients"):
         missing = why_not_loaded("QuantizerBuilder")
         if missing:
@@ -195,7 +195,7 @@ def _adamw(
 ) -> torch.optim.Optimizer:
     """DeepSpeed's AdamW where its kernel loads on all ranks, else torch's."""
     if get_accelerator().device_name() == "cpu":
-        # As fast here as DeepSpeed's, and needs no compiler.
+        # As fast as DeepSpeed's on a CPU, and needs no compiler.
         report.note("optimizer: AdamW of torch")
         return torch.optim.AdamW(groups, fused=True, **options)
     kind = "DeepSpeedCPUAdam" if offload else "FusedAdam"

@@ -34,7 +34,7 @@ def _is_warning_or_overflow(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Around an optimizer step: change the loss scale only once the step is done.
+    """During an optimizer step, change the loss scale only after the step.
 
     DeepSpeed 0.19 raises the scale first and then divides the gradients by the new one, so that
     every step that raises it would take half of its gradients.
@@ -56,7 +56,7 @@ def aligned_overflow(
 ) -> Iterator[tuple[bool, bool]]:
     """Between the backward passes and the steps: decide for both engines whether they skip.
 
-    An engine that skips for the other's sake keeps its loss scale. A collective of all ranks.
+    An engine that skips only because the other did keeps its loss scale. A collective of all ranks.
 
     Yields:
         whether the actor and whether the critic overflowed; both False between optimizer steps.
@@ -72,9 +72,9 @@ def aligned_overflow(
 
 
 def _overflowed(engine: DeepSpeedEngine) -> bool:
-    """Whether the gradients at hand are infinite or not a number on any rank.
+    """Whether the current gradients are infinite or NaN on any rank.
 
-    DeepSpeed asks this once a step and forgets: the step itself must then be told.
+    DeepSpeed checks this once per step and resets it, so the step must be given the result.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow_checker"):
@@ -84,7 +84,7 @@ def _overflowed(engine: DeepSpeedEngine) -> bool:
 
 @contextmanager
 def _decided(engine: DeepSpeedEngine, overflow: bool, keep_scale: bool) -> Iterator[None]:
-    """Give the optimizer its answer instead of letting it look again."""
+    """Give the optimizer this result instead of letting it check again."""
     optimizer = engine.optimizer
     checker = getattr(optimizer, "overflow_checker", optimizer)
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def _decided(engine: DeepSpeedEngine, overflow: bool, keep_scale: bool) -> Itera
 
 @contextmanager
 def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Hide a method of one object; what hid it before is there again afterwards."""
+    """Replace a method of one object; whatever was there before is restored afterwards."""
     hidden = vars(owner).get(name)
     setattr(owner, name, method)
     try:

@@ -35,7 +35,7 @@ class PairTrainer(SupervisedTrainer[PairState]):
     How a model rates an answer, and the loss, are the subclass's.
     """
 
-    # what an evaluation is reported as
+    # What an evaluation is reported as.
     evaluation: type[RewardEvaluation | DPOEvaluation]
 
     phase = "reward"
@@ -67,7 +67,7 @@ class PairTrainer(SupervisedTrainer[PairState]):
         # 1. Forward and backward of this rank's micro batches.
         micro = self.plan.micro_batch_size
         cuts = self.batches.local_micro_batches(rows, rank(), world_size(), micro)
-        # On the device: to read it, the host would wait for all work that is queued there.
+        # On the device: reading it would make the host wait for all work queued there.
         totals = torch.zeros(4, dtype=torch.float64, device=device())
         flops, tokens, width = 0.0, 0, 0
         for cut in cuts:

@@ -1,4 +1,4 @@
-"""Models of a step in their engines: one to train, and the frozen reference it moves away from."""
+"""Models of a step in their engines: one to train, and the frozen reference."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained_model(
     name: str = "model",
     eps: float = 1e-8,
 ) -> TrainedModel:
-    """Load a model in ZeRO-3 shards and with adapters, where asked, and make its engine.
+    """Load a model, with ZeRO-3 shards and adapters if configured, and make its engine.
 
     Args:
         context: of the step.
@@ -133,7 +133,7 @@ def reference_engine(
 
 @contextmanager
 def reference_of(actor: DeepSpeedEngine, ref: DeepSpeedEngine | None) -> Iterator[DeepSpeedEngine]:
-    """What computes as the reference inside: `ref`, or the actor without adapters and dropout."""
+    """The reference for the body: `ref`, or the actor without adapters and dropout."""
     if ref is not None:
         yield ref
         return

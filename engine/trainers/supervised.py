@@ -94,10 +94,10 @@ class SupervisedTrainer(ABC, Generic[State]):
         """What the last evaluation measured, higher is better; None if it measured nothing."""
 
     def train(self) -> bool:
-        """Run all optimizer steps; goes on after the newest checkpoint, if there is one.
+        """Run all optimizer steps, from the newest checkpoint on if there is one.
 
         Returns:
-            whether all steps are done; else a stop was asked for.
+            whether all steps are done; False if a stop was requested.
         """
         options, report = self.options, self.context.report
         per_epoch = len(self.batches)

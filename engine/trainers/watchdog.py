@@ -1,4 +1,4 @@
-"""Notices training that has gone wrong: what cannot recover stops, what is doubtful is told."""
+"""Notices training that has gone wrong: stops what cannot recover, warns of what is doubtful."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TREND_STEPS = 5
 # Steps over which the reward must move.
 _FLAT_STEPS = 30
 
-_WAY_OUT = (
+_ADVICE = (
     "Training diverged. The last checkpoint is from before; lower the learning rate, or set "
     "dtype=bf16 where it is fp16"
 )
@@ -45,7 +45,7 @@ class Watchdog:
         """Stop where going on would waste the run; checkpoints of earlier steps stay.
 
         In fp16 a step that overflowed is skipped and its gradient norm is not finite: only a loss
-        scale that stays at its floor is an end there.
+        scale that stays at its floor ends training there.
 
         Args:
             step: from 0.
@@ -60,11 +60,11 @@ class Watchdog:
             if self._held(f"{name} floor", at_floor, _FLOOR_STEPS):
                 raise FloatingPointError(
                     f"the loss scale of the {name} stayed at its floor for {_FLOOR_STEPS} steps, "
-                    f"the last of them step {step}: every step is skipped. {_WAY_OUT}"
+                    f"the last of them step {step}: every step is skipped. {_ADVICE}"
                 )
         for name, value in values.items():
             if not math.isfinite(value) and not (skipping and name.endswith("gradient_norm")):
-                raise FloatingPointError(f"{name} is {value} at step {step}. {_WAY_OUT}")
+                raise FloatingPointError(f"{name} is {value} at step {step}. {_ADVICE}")
 
     def watch_rollouts(self, values: Mapping[str, float]) -> None:
         """Warn of answers that collapse, a KL out of bounds, a reward at its bound or flat.
@@ -83,7 +83,7 @@ class Watchdog:
                 f"the KL is {kl:.1f} nats an answer, above {KL.highest:g}: the actor is far "
                 "from the SFT model; check answers for nonsense, raise ppo.kl_coef"
             )
-        # The estimate of a batch may be below 0 by chance, but not of one after another.
+        # The estimate of one batch may be below 0 by chance, but not those of several in a row.
         if self._held("negative kl", kl < KL.lowest, _TREND_STEPS):
             self._report.warning(
                 f"the KL is {kl:.1f} nats per answer, below {KL.lowest:g} for {_TREND_STEPS} "
@@ -99,13 +99,13 @@ class Watchdog:
         self._watch_groups(values)
         self._rewards = [*self._rewards[1 - _FLAT_STEPS :], values["reward_ema"]]
         moved = max(self._rewards) - min(self._rewards)
-        # Multiplied, since scores that are all equal have no deviation to divide by.
+        # Multiplied, since the standard deviation of equal scores is 0.
         least = FLAT_REWARD.lowest * values["score_std"]
         flat = len(self._rewards) == _FLAT_STEPS and moved < least
         if self._held("flat", flat, 1):
             self._report.warning(
                 f"the reward moved by {moved:.3g} in {_FLAT_STEPS} steps: it is flat; check the "
-                "learning rates, and whether the reward model tells answers apart"
+                "learning rates, and whether the reward model distinguishes answers"
             )
 
     def _watch_groups(self, values: Mapping[str, float]) -> None:
@@ -123,6 +123,6 @@ class Watchdog:
             )
 
     def _held(self, name: str, true_now: bool, steps: int) -> bool:
-        """Whether something has just been true for so many steps in a row; told once a time."""
+        """Whether something has now been true for so many steps in a row; True once each time."""
         self._in_a_row[name] = self._in_a_row[name] + 1 if true_now else 0
         return self._in_a_row[name] == steps

@@ -233,7 +233,7 @@ def test_bad_json_is_named_by_file_and_line(tmp_path, before):
     path.write_text("\n".join([json.dumps(PAIR)] * before + ['{"prompt": "Hi?", "chosen": '] * 2))
     message = told(path)
     assert f"{path}: line {before + 1} is not JSON" in message
-    assert "one object a line" in message
+    assert "one object per line" in message
     path = tmp_path / "a.json"
     path.write_text("[\n" + ",\n".join([json.dumps(PAIR)] * (before - 1) + ['{"x" 1}']) + "\n]")
     message = told(path)
