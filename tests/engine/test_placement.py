@@ -8,8 +8,9 @@ import pytest
 import torch
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from dschat_tui.cli.repl import main
+from dschat_tui.cli.main import app
 from engine.config.placement import Machine, Placement, refusals
 from engine.generation.chat import ChatGenerator
 from engine.generation.decode import DecodeSession
@@ -92,12 +93,12 @@ def test_a_machine_without_gpu_refuses_what_needs_one() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_chat_is_refused_before_its_model_is_loaded(tiny_model, monkeypatch, capfd) -> None:
+def test_a_chat_is_refused_before_its_model_is_loaded(tiny_model, monkeypatch) -> None:
     monkeypatch.setattr("engine.serving.load_generator", lambda *arguments: 1 / 0)
-    code = main(tiny_model("llama"), load_in="4bit", offload_cache=True, prompt="hi")
-    told = capfd.readouterr()
-    assert (code, told.out) == (2, "")
-    reasons = [line for line in told.err.splitlines() if line.startswith("dschat chat: ")]
+    options = ["--load-in", "4bit", "--offload-cache", "--prompt", "hi"]
+    told = CliRunner().invoke(app, ["chat", "--path", tiny_model("llama"), *options])
+    assert (told.exit_code, told.stdout) == (2, "")
+    reasons = [line for line in told.stderr.splitlines() if line.startswith("dschat chat: ")]
     assert [reason.split()[2] for reason in reasons] == ["--load-in", "--offload-cache:"]
 
 
