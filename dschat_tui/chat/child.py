@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 from dschat_tui import hangup
+from dschat_tui.chat.events import EventRecord
 from dschat_tui.runs.launch import FOREIGN_VARIABLES
 
 # One event is a line, and an answer as long as any model's context fits into this.
@@ -36,7 +37,7 @@ class Child:
     def __init__(
         self,
         command: Sequence[str],
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[EventRecord], None],
         on_note: Callable[[str], None],
     ) -> None:
         self.command = command
@@ -127,7 +128,7 @@ class Child:
         except json.JSONDecodeError:
             event = None
         if isinstance(event, dict) and isinstance(event.get("event"), str):
-            self.on_event(event)
+            self.on_event(cast(EventRecord, event))
         else:
             self.on_note(line)
 

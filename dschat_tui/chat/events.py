@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 # A row of a table, by the titles of its columns.
-Row = Mapping[str, object]
+TableRow = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Table:
 
     kind: ClassVar[str] = "table"
     name: str
-    rows: Sequence[Row] = field(default_factory=list)
+    rows: Sequence[TableRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,21 @@ class Quit:
     """The conversation is over."""
 
     kind: ClassVar[str] = "quit"
+
+
+class EventKind(TypedDict):
+    """What kind of event a line of `dschat chat --json` is."""
+
+    event: str
+
+
+class EventRecord(EventKind, total=False):
+    """A line of `dschat chat --json`, with the keys that the dashboard reads."""
+
+    text: str
+    context: int
+    statistics: dict[str, float]
+    rows: list[TableRow]
 
 
 Event = Ready | Token | Answer | Note | Error | Table | Quit

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.cells import cell_len, chop_cells
 
+from dschat_tui.chat.events import EventRecord, TableRow
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.text import clean, visible
 
@@ -76,7 +76,7 @@ class Transcript:
             self._add("error", f"{self.name}: {how}. {self._last_note}")
         self.version += 1
 
-    def apply(self, event: dict[str, Any]) -> None:
+    def apply(self, event: EventRecord) -> None:
         """Take an event of `dschat chat --json`."""
         kind, text = event["event"], str(event.get("text", ""))
         if kind == "ready":
@@ -154,14 +154,14 @@ def wrapped(text: str, width: int) -> list[str]:
     return [row.rstrip() for row in rows] or [""]
 
 
-def _speed(statistics: dict[str, Any]) -> str:
+def _speed(statistics: dict[str, float]) -> str:
     first, speed = statistics.get("first_token_seconds"), statistics.get("tokens_per_second")
     if not isinstance(first, (int, float)) or not isinstance(speed, (int, float)):
         return ""
     return f"{speed:.1f} tokens/s, first {1000 * first:.0f} ms"
 
 
-def _table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _table_lines(rows: Sequence[TableRow]) -> Iterator[str]:
     """A row a line: its first value, then the others, named where there are several."""
     for row in rows:
         (_, first), *others = row.items()
