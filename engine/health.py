@@ -15,10 +15,10 @@ class Limit:
 
     Attributes:
         name: the quantity's name in metrics.jsonl, or what is derived from it.
-        why: what a value beyond means, and for a bound that was chosen why it is there.
-        unit: that of the bounds.
-        lowest: minus infinity without a lower bound.
-        highest: infinity without an upper bound.
+        why: what a value outside means, or why the bound is where it is.
+        unit: of the bounds.
+        lowest: minus infinity if there is no lower bound.
+        highest: infinity if there is no upper bound.
     """
 
     name: str
@@ -42,34 +42,34 @@ class Limit:
 
 KL = Limit(
     "kl",
-    "below, sampling and scoring disagree, as a KL is 0 or more up to the noise of its estimate; "
-    "above, the actor is far from the SFT model, where the reward model has learnt nothing",
+    "below, sampling and scoring disagree, since a KL is at least 0 up to its noise; "
+    "above, the actor is far from the SFT model, where the reward model was not trained",
     unit="nats",
     lowest=-0.5,
     highest=20,
 )
 REWARD_AT_CLIP = Limit(
     "reward_at_clip_share",
-    "answers at the bound no longer differ; with a third of them there the mean reward stands "
-    "still while answers get better or worse",
+    "answers at the bound no longer differ; with a third of them there, the mean reward stays "
+    "the same while answers get better or worse",
     highest=0.3,
 )
 ANSWER_LENGTH = Limit(
     "answer_length",
-    "shorter ones, of which the end is one token, say nothing: the policy has collapsed",
+    "shorter answers (EOS counts as a token) are empty: the policy has collapsed",
     unit="tokens",
     lowest=3,
 )
 ANSWER_LENGTH_CHANGE = Limit(
     "answer_length_change",
-    "answers that grow or shrink please the reward model without being better",
+    "answers that grow or shrink may please the reward model without being better",
     unit="of the first half",
     lowest=-0.5,
     highest=0.5,
 )
 EOS_SHARE = Limit(
     "eos_share",
-    "below, most answers are cut at ppo.max_answer_length: the end token was not learnt",
+    "below, most answers are cut at ppo.max_answer_length: the model has not learnt to write EOS",
     lowest=0.2,
 )
 CUT_OFF = Limit(
@@ -86,13 +86,13 @@ NO_SPREAD = Limit(
 )
 FIRST_RATIO = Limit(
     "first_ratio_mean",
-    "before any update the ratio is 1, up to rounding, where sampling and training agree",
+    "before any update the ratio is 1 up to rounding, if sampling and training agree",
     lowest=0.99,
     highest=1.01,
 )
 RATIO = Limit(
     "ratio_mean",
-    "outside, the updates of one step go far from the policy that answered",
+    "outside, the updates of one step move far from the policy that wrote the answers",
     lowest=0.9,
     highest=1.1,
 )
@@ -104,19 +104,19 @@ CLIP_FRACTION = Limit(
 )
 EXPLAINED_VARIANCE = Limit(
     "explained_variance",
-    "below 0 a critic foresees less than a constant would, as a fresh one does for some steps",
+    "below 0 the critic predicts worse than a constant, as a new one does for some steps",
     lowest=-0.2,
 )
 FLAT_REWARD = Limit(
     "reward_change",
-    "nothing is learnt, or the reward model does not tell answers apart",
-    unit="of the scores' deviation",
+    "nothing is learnt, or the reward model does not distinguish answers",
+    unit="standard deviations of the scores",
     lowest=0.02,
 )
 PLATEAU = Limit(
     "last_quarter_change",
-    "twice the error of the difference of two means of ten values",
-    unit="of its spread",
+    "2 * sqrt(2 / 10), twice the standard error of the difference of two means of 10 values",
+    unit="standard deviations",
     lowest=0.9,
 )
 ACCURACY = Limit(
@@ -126,7 +126,7 @@ ACCURACY = Limit(
 )
 GENERATION_SHARE = Limit(
     "generation_share",
-    "the hybrid engine (hybrid_engine.enabled) makes it less",
+    "the hybrid engine (hybrid_engine.enabled) reduces it",
     unit="of the step",
     highest=0.85,
 )
@@ -138,7 +138,7 @@ OVERFLOW_SHARE = Limit(
 )
 LOSS_SCALE_FLOOR = Limit(
     "loss_scale_floor",
-    "at the least loss scale every step is skipped, and nothing is learnt",
+    "at the smallest loss scale every step is skipped, and nothing is learnt",
     unit="times",
     highest=2,
 )

@@ -54,7 +54,7 @@ def option(
     group: Group | None = None,
     fixed_by: tuple[StepName, ...] | None = None,
 ) -> Any:
-    """A configuration field with the texts that every surface of the product shows.
+    """A configuration field with the texts that the CLI, the dashboard and the docs show.
 
     Args:
         default: the value where none is given.
@@ -76,13 +76,13 @@ def section(
     group: Group | None = None,
     fixed_by: tuple[StepName, ...] | None = None,
 ) -> Any:
-    """A nested group of options, with what holds for those that say nothing themselves."""
+    """A nested group of options, with the defaults for options that set nothing themselves."""
     extra: dict[str, Any] = {"group": group, "fixed_by": fixed_by}
     return Field(default_factory=model, title=title, description=help, json_schema_extra=extra)
 
 
 def merged(base: Any, changes: Any) -> Any:
-    """`base` with `changes` put in: mappings key by key, everything else whole."""
+    """`base` with `changes` applied: mappings key by key, everything else as a whole."""
     if not isinstance(base, dict) or not isinstance(changes, dict):
         return changes
     return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
@@ -158,7 +158,7 @@ class ModelsConfig(Section):
 
 
 class DataConfig(Section):
-    """What is learnt from, and how text becomes tokens."""
+    """The data that a run trains on, and how text becomes tokens."""
 
     sources: SourceList = Field(
         default_factory=lambda: [DataSource(path="embedded:facts")],
@@ -196,19 +196,19 @@ class DataConfig(Section):
     end_of_conversation_token: str | None = option(
         None,
         "End-of-conversation token",
-        "A token of its own that ends an answer, added to the vocabulary if missing; "
+        "A token that ends an answer, added to the vocabulary if missing; "
         "empty: the tokenizer's EOS",
     )
     cache_dir: str | None = option(
         None,
         "Cache folder",
-        "Where tokenised data lies; empty: the user's cache folder",
+        "Where tokenised data is kept; empty: the user's cache folder",
         fixed_by=(),
     )
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021) beside the frozen base weights."""
+    """Low-rank adapters (Hu et al. 2021) on the base weights."""
 
     rank: NonNegativeInt = option(0, "LoRA rank", "Rank of the adapters; 0 trains without LoRA")
     alpha: PositiveFloat | None = option(
@@ -232,7 +232,7 @@ class LoraConfig(Section):
     export: bool = option(
         False,
         "Export adapters",
-        "Save the adapters alone too, in a folder for peft beside the merged one; needs only-LoRA",
+        "Also save only the adapters, in a folder for peft; needs only-LoRA",
     )
 
 
@@ -272,8 +272,8 @@ class RoleConfig(Section):
     hierarchical_partition: bool = option(
         False,
         "Hierarchical partition",
-        "ZeRO++: a second copy of the weights in each of several nodes, so that backward passes "
-        "gather within a node",
+        "ZeRO++: a second copy of the weights on each of several nodes, so that backward passes "
+        "gather within the node",
         group="speed",
     )
     gradient_checkpointing: bool = option(
@@ -303,7 +303,7 @@ class RoleConfig(Section):
 
 
 class CriticConfig(RoleConfig):
-    """The critic's layout; it learns slower than the actor."""
+    """The critic's layout; its learning rate is lower than the actor's."""
 
     learning_rate: PositiveFloat = option(
         5e-6,
@@ -356,8 +356,8 @@ class MixzConfig(Section):
     hpz_partition_size: PositiveInt | None = option(
         None,
         "Secondary partition",
-        "Devices that share a secondary copy of the weights; empty: those of a node on several "
-        "nodes, none on one",
+        "Devices that share a secondary copy of the weights; empty: the devices per node if there "
+        "are several nodes, else none",
         "devices",
     )
 
@@ -378,7 +378,7 @@ class LaunchConfig(Section):
         "single_gpu", "Deployment", "One device, all devices of a node, or several nodes"
     )
     num_accelerators: PositiveInt = option(
-        1, "Accelerators", "Ranks a node: GPUs, or processes on a CPU", "ranks"
+        1, "Accelerators", "Ranks per node: GPUs, or processes on a CPU", "ranks"
     )
     num_nodes: PositiveInt | None = option(
         None, "Nodes", "Nodes that a multi_node run takes; empty: all of the hostfile", "nodes"
@@ -417,8 +417,8 @@ class StepConfig(Section):
     micro_batch_size: PositiveInt | None = option(
         None,
         "Micro batch size",
-        "Rows a device at once; empty: batch size / devices. Accumulation follows from both",
-        "rows a device",
+        "Rows per device at a time; empty: batch size / devices. Accumulation follows from both",
+        "rows per device",
         group="memory",
         fixed_by=(),
     )
@@ -462,17 +462,17 @@ class PretrainingStyleStep(StepConfig):
     max_length: PositiveInt = option(
         512,
         "Length",
-        "Most tokens a row; longer rows lose their oldest turns",
+        "Most tokens per row; longer rows lose their oldest turns",
         "tokens",
         group="data",
     )
     eval_batch_size: PositiveInt = option(
-        16, "Evaluation batch", "Rows a device in evaluation", "rows a device", fixed_by=()
+        16, "Evaluation batch", "Rows per device in evaluation", "rows per device", fixed_by=()
     )
     eval_interval: PositiveInt | None = option(
         None,
         "Evaluation interval",
-        "Evaluate also every so many optimizer steps; empty: before and after each epoch",
+        "Also evaluate every so many optimizer steps; empty: only before and after each epoch",
         "steps",
         fixed_by=(),
     )
@@ -492,7 +492,7 @@ class RewardConfig(PretrainingStyleStep):
     loss: Literal["last_token", "all_tokens"] = option(
         "last_token",
         "Loss",
-        "last_token: one score an answer; all_tokens: the original's mean from the first "
+        "last_token: one score per answer; all_tokens: the original's mean from the first "
         "difference on",
     )
     weight_decay: NonNegativeFloat = option(0.1, "Weight decay", "Weight decay (AdamW)")
@@ -507,7 +507,7 @@ class DpoConfig(PretrainingStyleStep):
     beta: PositiveFloat = option(
         0.1,
         "Beta",
-        "Scale of the implicit rewards: a larger one keeps nearer to the reference",
+        "Scale of the implicit rewards: a larger one stays closer to the reference",
         group="stability",
     )
     label_smoothing: Annotated[float, Field(ge=0, le=0.5)] = option(
@@ -635,7 +635,7 @@ class PpoConfig(StepConfig):
     generation_batch_size: PositiveInt | None = option(
         None,
         "Generation batch",
-        "Answers a device generates at once; empty: rollout batch / devices",
+        "Answers that a device generates at a time; empty: rollout batch / devices",
         "answers per device",
         group="memory",
         fixed_by=(),
@@ -663,7 +663,7 @@ class PpoConfig(StepConfig):
     kl_target: PositiveFloat | None = option(
         None,
         "KL target",
-        "Adapts the KL coefficient to this KL a sequence; empty: fixed",
+        "Adapts the KL coefficient to this KL per answer; empty: fixed",
         "nats",
         group="stability",
     )
@@ -694,7 +694,7 @@ class PpoConfig(StepConfig):
     normalize_reward: bool = option(
         False,
         "Normalise reward",
-        "Subtract the mean and divide by the deviation of scores over samples of the SFT model",
+        "Subtract mean and divide by standard deviation of the scores of the SFT model's answers",
         group="stability",
     )
     missing_eos_penalty: NonNegativeFloat | None = option(
@@ -706,7 +706,7 @@ class PpoConfig(StepConfig):
     unsupervised_coef: NonNegativeFloat = option(
         27.8,
         "Mixture coefficient",
-        "Weight of the unsupervised loss beside the actor's",
+        "Weight of the unsupervised loss, added to the actor's",
         group="stability",
     )
     align_overflow: bool = option(
@@ -731,7 +731,7 @@ class PpoConfig(StepConfig):
 
 
 class GatesConfig(Section):
-    """What steps 1 and 2 must reach for the run to go on by itself."""
+    """What steps 1 and 2 must reach for the run to continue."""
 
     sft_perplexity: PositiveFloat | None = option(
         None, "Perplexity gate", "Highest held-out perplexity after step 1; empty: no gate"
@@ -745,13 +745,13 @@ class GatesConfig(Section):
     action: Literal["pause", "warn"] = option(
         "pause",
         "At a gate",
-        "Where a gate is not reached. pause: wait for a person's reason to go on; warn: note it "
-        "and go on",
+        "What to do when a gate is not reached. pause: wait until someone gives a reason to "
+        "continue; warn: note it and continue",
     )
 
 
 class LoggingConfig(Section):
-    """What a run writes beside its models."""
+    """What a run writes besides its models."""
 
     print_loss: bool = option(False, "Print loss", "A line with the loss of each rank and step")
     print_answers: bool = option(False, "Print answers", "Prompts and answers of step 3 in the log")
@@ -773,7 +773,7 @@ class LoggingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run keeps to go on after a stop."""
+    """What a run keeps to resume after a stop."""
 
     interval: PositiveInt | None = option(
         200, "Checkpoint interval", "Steps between checkpoints; empty: only when stopped", "steps"
@@ -793,7 +793,7 @@ class RunConfig(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto",
         "Precision",
-        "auto: bf16 where the hardware computes in it, else fp16 on a GPU that can, else fp32",
+        "auto: bf16 if the hardware supports it, else fp16 on a GPU that does, else fp32",
         group="memory",
         fixed_by=ALL_STEPS,
     )
@@ -859,14 +859,14 @@ class RunConfig(Section):
     gates: GatesConfig = section(
         GatesConfig,
         "Gates",
-        "What steps 1 and 2 must reach for the run to go on by itself",
+        "What steps 1 and 2 must reach for the run to continue",
         group="stability",
         fixed_by=(),
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig,
         "Checkpoints",
-        "What a run keeps to go on after a stop",
+        "What a run keeps to resume after a stop",
         group="logging",
         fixed_by=(),
     )

@@ -377,7 +377,7 @@ def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
         assert not any(key.description in text for key in keys.KEYS if key.id == "run.jump")
         assert "explained variance" in text
         assert "Normally rising towards 1." in text
-        assert "foresees less than a constant would" in text
+        assert "predicts worse than a constant" in text
         assert "The KL running away" in text
         await pilot.press("r")
         await pilot.pause()
