@@ -31,9 +31,9 @@ from engine.data.sources import load_source
 from engine.data.templates import encode_answer, fit_prompt
 from engine.generation.decode import build_decoder, decode
 from engine.generation.sampling import Generation, Sampling
-from engine.models.families import position_arguments
 from engine.models.folders import is_complete_model
 from engine.models.load import load_causal_lm, load_tokenizer, resize_for, resolve_model
+from engine.models.positions import position_arguments
 from engine.models.reward import RewardModel
 from engine.precision import resolve_dtype
 

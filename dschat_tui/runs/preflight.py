@@ -25,17 +25,11 @@ from engine.config.schema import ALL_STEPS, DataSource, RunConfig
 from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName
 from engine.config.warmup import warmup_problem
 from engine.data import checks, files
+from engine.families import KNOWN_FAMILIES, family_of
 from engine.models import embedded, folders, names
-from engine.planning import KNOWN_FAMILIES, ModelShape
+from engine.planning import ModelShape
 
 LEAST_FREE_BYTES = GIB // 4
-POSITION_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-)
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -210,12 +204,7 @@ def _model_folder(name: str) -> Path:
 
 def _positions(name: str) -> int | None:
     model_config = names.local_config(name) or {}
-    if model_config.get("model_type") == "bloom":
-        return None  # ALiBi: seq_length is that of its pretraining, not a limit
-    for key in POSITION_KEYS:
-        if isinstance(model_config.get(key), int):
-            return int(model_config[key])
-    return None
+    return family_of(model_config.get("model_type")).position_limit(model_config)
 
 
 def _existing_state(run: RunFolder, reasons: list[str]) -> RunState | None:

@@ -1,10 +1,10 @@
 """Decoders laid out for generation: weights read once from a transformers model, projections
 fused, one short forward for a token.
 
-Written for OPT and for the Llama shape (Llama, Mistral, Qwen2, Qwen3). The model itself stays as
-it is: ZeRO-3 shards are gathered a layer at a time while reading, LoRA is added out of place. None
-of its modules is called, only their `forward`: DeepSpeed's hooks would take each call for a part of
-a training step, and ranks whose answers differ in length would disagree on it.
+For families whose file names a `PackedLayout`. The model itself stays as it is: ZeRO-3 shards are
+gathered one layer at a time while reading, LoRA is added out of place. None of its modules is
+called, only their `forward`: DeepSpeed's hooks would take each call for a part of a training step,
+and ranks whose answers differ in length would disagree on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.families import family_of
+from engine.families.family import PackedLayout
 from engine.generation.cache import KeyValueCache
 
 Projection = Callable[[Tensor], Tensor]
@@ -256,12 +259,40 @@ def additive_mask(
 
 
 class _Layer:
-    """What the layers of both families share: cached attention over a fused projection."""
+    """One block: cached attention over a fused projection, and a feed-forward network."""
 
-    def __init__(self, heads: int, key_heads: int, head_size: int, scale: float) -> None:
-        self.heads, self.key_heads, self.head_size, self.scale = heads, key_heads, head_size, scale
-        self.qkv: Projection
-        self.out: Projection
+    def __init__(self, layer: Any, layout: PackedLayout, packer: Packer) -> None:
+        attention = layer.get_submodule(layout.attention)
+        self.heads = attention.config.num_attention_heads
+        self.key_heads = self.heads // getattr(attention, "num_key_value_groups", 1)
+        self.head_size, self.scale = attention.head_dim, attention.scaling
+        self.qkv = packer.linear(*map(attention.get_submodule, layout.qkv))
+        self.out = packer.linear(attention.get_submodule(layout.out))
+        self.up = packer.linear(*map(layer.get_submodule, layout.up))
+        self.down = packer.linear(layer.get_submodule(layout.down))
+        self.gated = len(layout.up) == 2
+        self.activation = layer.get_submodule(layout.activation).forward
+        self.norm_first = getattr(layer, "do_layer_norm_before", True)
+        self.attention_norm = _norm(layer.get_submodule(layout.attention_norm), packer)
+        self.norm = _norm(layer.get_submodule(layout.mlp_norm), packer)
+        self.head_norms: tuple[Projection, Projection] | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = _norm(attention.q_norm, packer), _norm(attention.k_norm, packer)
+
+    def __call__(
+        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
+    ) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x), index, cache, mask, rotary)
+            return x + self.feed_forward(self.norm(x))
+        x = self.attention_norm(x + self.attention(x, index, cache, mask, rotary))
+        return self.norm(x + self.feed_forward(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
 
     def attention(
         self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
@@ -269,98 +300,35 @@ class _Layer:
         rows, new, _ = x.shape
         qkv = self.qkv(x).view(rows, new, self.heads + 2 * self.key_heads, self.head_size)
         query_key, value = qkv.split((self.heads + self.key_heads, self.key_heads), dim=2)
-        query_key = self.position(query_key, rotary).transpose(1, 2)
-        query, key = query_key.split((self.heads, self.key_heads), dim=1)
-        keys, values = cache.update(index, key, value.transpose(1, 2))
-        return self.out(attend(query, keys, values, mask, self.scale))
-
-    def position(self, query_key: Tensor, rotary: Any) -> Tensor:
-        """Put the position into queries and keys `(rows, new, heads, head size)`."""
-        return query_key
-
-
-class _OptLayer(_Layer):
-    def __init__(self, layer: Any, packer: Packer) -> None:
-        attention = layer.self_attn
-        super().__init__(
-            attention.num_heads, attention.num_heads, attention.head_dim, attention.scaling
-        )
-        self.qkv = packer.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = packer.linear(attention.out_proj)
-        self.up, self.down = packer.linear(layer.fc1), packer.linear(layer.fc2)
-        self.activation = layer.activation_fn.forward
-        self.norm_first = layer.do_layer_norm_before
-        self.attention_norm = _layer_norm(layer.self_attn_layer_norm, packer)
-        self.norm = _layer_norm(layer.final_layer_norm, packer)
-
-    def __call__(
-        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
-    ) -> Tensor:
-        if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), index, cache, mask, rotary)
-            return x + self.down(self.activation(self.up(self.norm(x))))
-        x = self.attention_norm(x + self.attention(x, index, cache, mask, rotary))
-        return self.norm(x + self.down(self.activation(self.up(x))))
-
-
-class _LlamaLayer(_Layer):
-    def __init__(self, layer: Any, packer: Packer) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        heads = attention.config.num_attention_heads
-        super().__init__(
-            heads,
-            heads // attention.num_key_value_groups,
-            attention.head_dim,
-            attention.scaling,
-        )
-        self.qkv = packer.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = packer.linear(attention.o_proj)
-        self.gate_up = packer.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = packer.linear(mlp.down_proj)
-        self.activation = mlp.act_fn.forward
-        self.attention_norm = _rms_norm(layer.input_layernorm, packer)
-        self.norm = _rms_norm(layer.post_attention_layernorm, packer)
-        self.head_norms: tuple[Projection, Projection] | None = None
-        if hasattr(attention, "q_norm"):
-            self.head_norms = (
-                _rms_norm(attention.q_norm, packer),
-                _rms_norm(attention.k_norm, packer),
-            )
-
-    def position(self, query_key: Tensor, rotary: Any) -> Tensor:
         if self.head_norms is not None:
             query, key = query_key.split((self.heads, self.key_heads), dim=2)
             query_key = torch.cat((self.head_norms[0](query), self.head_norms[1](key)), dim=2)
-        cosine, signed_sine = rotary
-        rolled = query_key.roll(self.head_size // 2, dims=-1)
-        return torch.addcmul(query_key * cosine, rolled, signed_sine)
-
-    def __call__(
-        self, x: Tensor, index: int, cache: KeyValueCache, mask: Tensor | None, rotary: Any
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), index, cache, mask, rotary)
-        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        if rotary is not None:
+            cosine, signed_sine = rotary
+            rolled = query_key.roll(self.head_size // 2, dims=-1)
+            query_key = torch.addcmul(query_key * cosine, rolled, signed_sine)
+        query, key = query_key.transpose(1, 2).split((self.heads, self.key_heads), dim=1)
+        keys, values = cache.update(index, key, value.transpose(1, 2))
+        return self.out(attend(query, keys, values, mask, self.scale))
 
 
-def _layer_norm(module: Any, packer: Packer) -> Projection:
-    weight, bias = (None if p is None else packer.tensor(p) for p in (module.weight, module.bias))
+def _norm(module: Any, packer: Packer) -> Projection:
+    weight = None if module.weight is None else packer.tensor(module.weight)
+    if hasattr(module, "variance_epsilon"):
+        width, rms_epsilon = module.weight.shape, module.variance_epsilon
+        return lambda x: F.rms_norm(x, width, weight, rms_epsilon)
+    bias = None if module.bias is None else packer.tensor(module.bias)
     shape, epsilon = module.normalized_shape, module.eps
     return lambda x: F.layer_norm(x, shape, weight, bias, epsilon)
-
-
-def _rms_norm(module: Any, packer: Packer) -> Projection:
-    weight, epsilon = packer.tensor(module.weight), module.variance_epsilon
-    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 class PackedDecoder:
     """A forward for generation over weights in a layout of its own.
 
     Args:
-        model: an OPT or Llama-shaped causal language model of transformers; `unsupported_reason`
-            tells which. Its weights may be sharded by ZeRO-3 (all ranks must then build at once)
-            and carry LoRA adapters. They must not change while the decoder is in use.
+        model: a causal language model of transformers for which `unsupported_reason` has none.
+            Its weights may be sharded by ZeRO-3 (all ranks must then build at once) and carry LoRA
+            adapters. They must not change while the decoder is in use.
         rows: sequences that are decoded at once, on average.
         copy: see `Packer`; needed for sharded weights.
 
@@ -370,7 +338,8 @@ class PackedDecoder:
 
     def __init__(self, model: Any, rows: int, copy: bool = True) -> None:
         reason = unsupported_reason(model)
-        if reason is not None:
+        layout = family_of(model.config.model_type).packed
+        if reason is not None or layout is None:
             raise UnsupportedModel(reason)
         first = next(model.parameters())
         packer = Packer(first.dtype, first.device, rows, copy, hasattr(first, "ds_id"))
@@ -378,46 +347,36 @@ class PackedDecoder:
         self.device = first.device
         reading = _Reading()
         with torch.no_grad():
-            if model.config.model_type == "opt":
-                self._read_opt(model.model.decoder, packer, reading)
-            else:
-                self._read_llama(model.model, packer, reading)
+            self._read_decoder(model.get_submodule(layout.decoder), layout, packer, reading)
             self._read_embeddings(model, packer, reading)
         reading.finish()
 
-    def _read_layers(
-        self, layers: Any, kind: Callable[[Any, Packer], _Layer], packer: Packer, read: _Reading
+    def _read_decoder(
+        self, decoder: Any, layout: PackedLayout, packer: Packer, read: _Reading
     ) -> None:
         self.layers: list[Any] = []
-        for layer in layers:
-            self.layers.append(read(lambda module: kind(module, packer), layer))
+        for layer in decoder.layers:
+            self.layers.append(read(lambda module: _Layer(module, layout, packer), layer))
             if read.error is not None:
                 # The gathers that are left need memory.
                 self.layers.clear()
-
-    def _read_opt(self, decoder: Any, packer: Packer, read: _Reading) -> None:
-        self._read_layers(decoder.layers, _OptLayer, packer, read)
         self.project_in, self.project_out = (
             None if module is None else read(packer.linear, module)
-            for module in (decoder.project_in, decoder.project_out)
+            for module in (getattr(decoder, f"project_{way}", None) for way in ("in", "out"))
         )
+        final_norm = getattr(decoder, layout.final_norm)
         self.norm = None
-        if decoder.final_layer_norm is not None:
-            self.norm = read(lambda module: _layer_norm(module, packer), decoder.final_layer_norm)
-        self.positions = read(
-            lambda module: packer.tensor(effective_weight(module)), decoder.embed_positions
-        )
-        self.position_offset = decoder.embed_positions.offset
-        self.rotary: Any = None
-
-    def _read_llama(self, decoder: Any, packer: Packer, read: _Reading) -> None:
-        self._read_layers(decoder.layers, _LlamaLayer, packer, read)
-        self.project_in = self.project_out = None
-        self.norm = read(lambda module: _rms_norm(module, packer), decoder.norm)
+        if final_norm is not None:
+            self.norm = read(lambda module: _norm(module, packer), final_norm)
         self.positions = None
-        # The method and not the module: a call would run into ZeRO-3's hooks.
-        self.rotary = decoder.rotary_emb.forward
         self.rotary_rows: tuple[Tensor, Tensor] | None = None
+        if layout.learned_positions is None:
+            # The method and not the module: a call would run into ZeRO-3's hooks.
+            self.rotary = decoder.rotary_emb.forward
+        else:
+            table = decoder.get_submodule(layout.learned_positions)
+            self.positions = read(lambda module: packer.tensor(effective_weight(module)), table)
+            self.position_offset = table.offset
 
     def _read_embeddings(self, model: Any, packer: Packer, read: _Reading) -> None:
         # In one gather, as both may be the same parameter.
@@ -475,17 +434,13 @@ class PackedDecoder:
 
 def unsupported_reason(model: Any) -> str | None:
     """Tell why a causal language model has no packed decoder; None if it has one."""
-    config = model.config
-    if type(model).__name__ == "OPTForCausalLM":
+    config, name = model.config, type(model).__name__
+    layout = family_of(config.model_type).packed
+    if layout is None or name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return f"{name} has no packed layout"
+    if layout.learned_positions is not None:
         return None
-    if type(model).__name__ not in (
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    ):
-        return f"{type(model).__name__} is neither OPT nor of the Llama shape"
-    rope = model.model.rotary_emb.rope_type
+    rope = model.get_submodule(layout.decoder).rotary_emb.rope_type
     if "dynamic" in rope or rope == "longrope":
         return f"rope type {rope} depends on the length"
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from engine.models.families import family_of
+from engine.families import family_of
 from engine.models.folders import ModelError
 from engine.models.names import is_local, resolve_model
 

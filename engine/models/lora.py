@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.config.schema import LoraConfig
-from engine.models.families import family_of
+from engine.families import family_of
 from engine.models.folders import ModelError
 
 _ADAPTER = "default"

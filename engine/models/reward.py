@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from engine.algorithms.preference import gather_last
-from engine.models.families import position_arguments
 from engine.models.folders import ModelError
 from engine.models.load import load_config, load_weights
+from engine.models.positions import position_arguments
 
 _HEAD_STD = 0.02
 _OTHER_FAMILY = (

@@ -10,21 +10,13 @@ from engine.planning.flops import (
 )
 from engine.planning.known import known_config
 from engine.planning.memory import Device, Item, Plan, StepPlan, plan_memory
-from engine.planning.shapes import (
-    KNOWN_FAMILIES,
-    Head,
-    LinearLayer,
-    ModelShape,
-    UnknownFamilyError,
-)
+from engine.planning.shapes import Head, ModelShape, UnknownFamilyError
 
 __all__ = [
-    "KNOWN_FAMILIES",
     "Change",
     "Device",
     "Head",
     "Item",
-    "LinearLayer",
     "ModelShape",
     "Plan",
     "StepPlan",

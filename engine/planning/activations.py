@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.planning.shapes import LinearLayer, ModelShape
+from engine.families.family import LinearLayer
+from engine.planning.shapes import ModelShape
 
 # Largest piece of logits that is converted to fp32 at once, as in engine.algorithms.log_probs.
 _LOGITS_CHUNK = 2**24
-# Queries, keys and values are views of one tensor.
-_FUSED_PROJECTIONS = ("gpt2", "gpt_neox")
 _COMPOSED_ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_python")
 
 
@@ -47,21 +46,19 @@ def saved_blocks_per_token(
 
     # Norms: of their inputs and outputs; RMS norms compute in fp32 and keep that copy. What they
     # have normalised is there for the gradient of their weight alone.
-    weighted = 0 if frozen_base else 1
-    if not shape.gated:
-        norms = [element * hidden] * 4
-    elif shape.family == "gemma3_text":
-        norms = [4 * hidden] * (4 + 4 * weighted) + [element * hidden] * 2
+    family, weighted = shape.family, 0 if frozen_base else 1
+    if family.rms_norms:
+        weight = 4 if family.fp32_norm_weights else element
+        norms = [4 * hidden] * family.rms_norms + [weight * hidden] * family.rms_norms * weighted
+        norms += [element * hidden] * 2
+        if family.head_norms:
+            norms += [4 * queries, 4 * keys, *[weight * queries, weight * keys] * weighted]
     else:
-        norms = [4 * hidden] * 2 + [element * hidden] * (2 + 2 * weighted)
-    if shape.family == "qwen3":
-        norms += [4 * queries, 4 * keys, *[element * queries, element * keys] * weighted]
-    if shape.family == "gemma3_text":
-        norms += [4 * queries, 4 * keys] * (1 + weighted)
+        norms = [element * hidden] * 4
 
     # Attention: queries, keys and values (both repeated to all heads), output, log-sum and mask.
     scores = shape.heads * seq
-    if shape.family == "bloom":
+    if not family.fused_attention:
         # The softmax is in fp32, and cast back where the model is not.
         attention = [element * queries] * 4 + [4 * scores]
         attention += [element * scores] * ((element == 2) + bool(attention_dropout))
@@ -69,9 +66,9 @@ def saved_blocks_per_token(
         attention = [4 * queries, 4 * scores] * 3 + [element * queries]
     else:
         attention = [element * queries] * 4 + [4 * shape.heads, element * seq]
-        if shape.family in _FUSED_PROJECTIONS:
+        if family.fused_qkv:
             attention[:3] = [3 * element * queries]
-        if shape.family == "gpt_neox":
+        if family.fused_qkv and family.rotary:
             # Rotated copies of queries and keys, beside the fused product that has the values.
             attention += [element * queries] * 2
 
@@ -112,13 +109,13 @@ def freed_blocks_per_token(
     # A layer's output, its adapter's, that scaled.
     adapters = [element * layer.outputs for layer in adapted for _ in range(3)]
     if not shape.gated:
-        # BLOOM's activation is put together from operations; ReLU keeps what it gives instead.
-        wide = 8 if shape.family == "bloom" else shape.activation == "relu"
+        # ReLU keeps its output for the backward pass, and drops its input.
+        wide = shape.family.activation_temporaries or shape.activation == "relu"
         return [element * hidden] * 3 + [element * shape.inner] * wide + adapters
     # Squares for RMS norms in fp32, and from 16 bits the normed input too; what nobody keeps for
     # the gradient of a weight goes as well.
-    normed = [hidden] * (4 if shape.family == "gemma3_text" else 2)
-    normed += [queries, keys] if shape.family in ("qwen3", "gemma3_text") else []
+    normed = [hidden] * shape.family.rms_norms
+    normed += [queries, keys] if shape.family.head_norms else []
     norms = [4 * width for width in normed] * ((1 if element == 4 else 2) + frozen_base)
     # Queries and keys: products, their halves swapped (one of them negated), what is summed.
     rotation = [element * width for width in (queries, keys)] * 4

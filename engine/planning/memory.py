@@ -55,9 +55,6 @@ _QUANTIZATION_GROUP = 8_000
 _FILE_BYTES = 5 * 10**9
 # A CUDA context with the kernels of torch and of cuBLAS, and NCCL's buffers.
 _CUDA_CONTEXT = 700 * 2**20
-# Families of engine.generation.packed, and which of their layers it joins into copies.
-_PACKED_FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
-_FUSED_LAYERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # What the first step leaves in a process on a CPU beside tensors, as measured.
 _CPU_HEAP = 30 * 2**20
 # Blocks of this size and above are no part of glibc's heap (its DEFAULT_MMAP_THRESHOLD_MAX).
@@ -679,7 +676,8 @@ def _generation_copy(actor: _Model, place: _Place, role: RoleConfig) -> int:
     """Elements of the weights that the hybrid engine lays out anew for generation."""
     shape, lora = actor.shape, role.lora
     adapted = shape.lora_layers(lora.targets) if lora.rank else []
-    if shape.family not in _PACKED_FAMILIES:
+    layout = shape.family.packed
+    if layout is None:
         whole = shape.parameters if actor.gathered(place, "generate") else 0
         return whole + sum(layer.weights for layer in adapted)
     if actor.stage == 3:
@@ -690,5 +688,5 @@ def _generation_copy(actor: _Model, place: _Place, role: RoleConfig) -> int:
     return sum(
         layer.weights
         for layer in shape.linear_layers()
-        if layer.name in merged or layer.name.endswith(_FUSED_LAYERS)
+        if layer.name in merged or layout.is_joined(layer.name)
     )

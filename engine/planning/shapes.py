@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.families import KNOWN_FAMILIES
+from engine.families.family import Family, LinearLayer
+
 Head = Literal["lm", "score"]
 
 
@@ -21,26 +24,6 @@ class UnknownFamilyError(ValueError):
 
 
 @dataclass(frozen=True)
-class LinearLayer:
-    """One matrix: `name` as in the Hugging Face model, with `{layer}` for the block's number."""
-
-    name: str
-    inputs: int
-    outputs: int
-    bias: bool = False
-
-    @property
-    def weights(self) -> int:
-        """Elements of the matrix, without the bias."""
-        return self.inputs * self.outputs
-
-    @property
-    def parameters(self) -> int:
-        """Elements of the matrix and its bias."""
-        return self.weights + (self.outputs if self.bias else 0)
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Sizes of one decoder-only transformer.
 
@@ -50,14 +33,13 @@ class ModelShape:
     `position_rows` counts the rows of a table of learned positions, 0 for rotary and ALiBi.
     """
 
-    family: str
+    family: Family
     layers: int
     hidden: int
     heads: int
     key_value_heads: int
     head_size: int
     inner: int
-    gated: bool
     activation: str
     vocabulary: int
     positions: int
@@ -77,18 +59,32 @@ class ModelShape:
 
         Raises UnknownFamilyError for a family that is not known, ValueError for a missing size.
         """
-        family = str(config.get("model_type"))
-        if family == "opt":
-            return _opt(config)
-        if family == "gpt2":
-            return _gpt2(config)
-        if family == "gpt_neox":
-            return _gpt_neox(config)
-        if family == "bloom":
-            return _bloom(config)
-        if family in _LLAMA_LIKE:
-            return _llama_like(config, family)
-        raise UnknownFamilyError(family)
+        name = str(config.get("model_type"))
+        if name not in KNOWN_FAMILIES:
+            raise UnknownFamilyError(name)
+        family = KNOWN_FAMILIES[name]
+        sizes = family.sizes(config)
+        return cls(
+            family=family,
+            layers=sizes.layers,
+            hidden=sizes.hidden,
+            heads=sizes.heads,
+            key_value_heads=sizes.key_value_heads,
+            head_size=sizes.head_size,
+            inner=sizes.inner,
+            activation=str(sizes.config.get(family.activation_key) or family.activation),
+            vocabulary=sizes.vocabulary,
+            positions=sizes.positions,
+            position_rows=family.position_rows(sizes),
+            head_inputs=family.head_inputs(sizes),
+            tied=sizes.flag("tie_word_embeddings"),
+            block=family.block(sizes),
+            projections=family.projections(sizes),
+            block_norms=family.block_norms(sizes),
+            outer_norms=family.outer_norms(sizes),
+            dropout=family.dropout(config),
+            attention_dropout=family.attention_dropout(config),
+        )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelShape:
@@ -106,6 +102,11 @@ class ModelShape:
             return cls.from_config(config)
         except UnknownFamilyError:
             return None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward network has a gate."""
+        return self.family.gated
 
     @property
     def block_parameters(self) -> int:
@@ -172,8 +173,8 @@ class ModelShape:
         if not found:
             names = ", ".join(sorted({layer.name.rsplit(".", 1)[-1] for layer in layers}))
             raise ValueError(
-                f"lora.targets {patterns} match no linear layer of the {self.family} model; "
-                f"its layers end in: {names}"
+                f"lora.targets {patterns} match no linear layer of the {self.family.model_type} "
+                f"model; its layers end in: {names}"
             )
         return found
 
@@ -182,236 +183,3 @@ class ModelShape:
         if rank == 0:
             return 0
         return sum(rank * (layer.inputs + layer.outputs) for layer in self.lora_layers(targets))
-
-
-# What transformers assumes where a config.json is silent.
-_LLAMA_LIKE: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
-}
-
-KNOWN_FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", *_LLAMA_LIKE)
-
-
-def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of `names` that is set; families spell the same size differently."""
-    for name in names:
-        if config.get(name) is not None:
-            return int(config[name])
-    raise ValueError(f"config.json of model_type {config.get('model_type')!r} lacks {names[0]}")
-
-
-def _chance(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name)
-    return default if value is None else float(value)
-
-
-def _llama_like(config: Mapping[str, Any], family: str) -> ModelShape:
-    settings = {**_LLAMA_LIKE[family], **config}
-    hidden = _size(settings, "hidden_size")
-    heads = _size(settings, "num_attention_heads")
-    key_value_heads = int(settings.get("num_key_value_heads") or heads)
-    head_size = int(settings.get("head_dim") or hidden // heads)
-    inner = _size(settings, "intermediate_size")
-    query_bias = family == "qwen2" or bool(settings.get("attention_bias", False))
-    output_bias = family != "qwen2" and query_bias
-    if family == "mistral":
-        query_bias = output_bias = False
-    mlp_bias = family in ("llama", "smollm3") and bool(settings.get("mlp_bias", False))
-    keys = key_value_heads * head_size
-    prefix = "model.layers.{layer}."
-    block = (
-        LinearLayer(prefix + "self_attn.q_proj", hidden, heads * head_size, query_bias),
-        LinearLayer(prefix + "self_attn.k_proj", hidden, keys, query_bias),
-        LinearLayer(prefix + "self_attn.v_proj", hidden, keys, query_bias),
-        LinearLayer(prefix + "self_attn.o_proj", heads * head_size, hidden, output_bias),
-        LinearLayer(prefix + "mlp.gate_proj", hidden, inner, mlp_bias),
-        LinearLayer(prefix + "mlp.up_proj", hidden, inner, mlp_bias),
-        LinearLayer(prefix + "mlp.down_proj", inner, hidden, mlp_bias),
-    )
-    norms = (4 if family == "gemma3_text" else 2) * hidden
-    if family in ("qwen3", "gemma3_text"):
-        norms += 2 * head_size
-    return ModelShape(
-        family=family,
-        layers=_size(settings, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_size=head_size,
-        inner=inner,
-        gated=True,
-        activation=str(settings.get("hidden_act") or "silu"),
-        vocabulary=_size(settings, "vocab_size"),
-        positions=_size(settings, "max_position_embeddings"),
-        position_rows=0,
-        head_inputs=hidden,
-        tied=bool(settings.get("tie_word_embeddings", False)),
-        block=block,
-        projections=(),
-        block_norms=norms,
-        outer_norms=hidden,
-        dropout=0.0,
-        attention_dropout=_chance(settings, "attention_dropout", 0.0),
-    )
-
-
-def _opt(config: Mapping[str, Any]) -> ModelShape:
-    hidden = _size(config, "hidden_size")
-    inner = _size(config, "ffn_dim")
-    width = _size(config, "word_embed_proj_dim", "hidden_size")
-    positions = _size(config, "max_position_embeddings")
-    heads = _size(config, "num_attention_heads")
-    bias = bool(config.get("enable_bias", True))
-    prefix = "model.decoder.layers.{layer}."
-    attention = tuple(
-        LinearLayer(prefix + "self_attn." + name, hidden, hidden, bias)
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj")
-    )
-    mlp = (
-        LinearLayer(prefix + "fc1", hidden, inner, bias),
-        LinearLayer(prefix + "fc2", inner, hidden, bias),
-    )
-    projections = (
-        (
-            LinearLayer("model.decoder.project_out", hidden, width),
-            LinearLayer("model.decoder.project_in", width, hidden),
-        )
-        if width != hidden
-        else ()
-    )
-    norm = 2 * hidden if config.get("layer_norm_elementwise_affine", True) else 0
-    final_norm = config.get("do_layer_norm_before", True) and not config.get(
-        "_remove_final_layer_norm", False
-    )
-    return ModelShape(
-        family="opt",
-        layers=_size(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=heads,
-        head_size=hidden // heads,
-        inner=inner,
-        gated=False,
-        activation=str(config.get("activation_function") or "relu"),
-        vocabulary=_size(config, "vocab_size"),
-        positions=positions,
-        # OPT's table starts with two rows that no position uses.
-        position_rows=positions + 2,
-        head_inputs=width,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        block=attention + mlp,
-        projections=projections,
-        block_norms=2 * norm,
-        outer_norms=norm if final_norm else 0,
-        dropout=_chance(config, "dropout", 0.1),
-        attention_dropout=_chance(config, "attention_dropout", 0.0),
-    )
-
-
-def _gpt2(config: Mapping[str, Any]) -> ModelShape:
-    hidden = _size(config, "n_embd", "hidden_size")
-    heads = _size(config, "n_head", "num_attention_heads")
-    positions = _size(config, "n_positions", "max_position_embeddings")
-    inner = int(config.get("n_inner") or 4 * hidden)
-    prefix = "transformer.h.{layer}."
-    return ModelShape(
-        family="gpt2",
-        layers=_size(config, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=heads,
-        head_size=hidden // heads,
-        inner=inner,
-        gated=False,
-        activation=str(config.get("activation_function") or "gelu_new"),
-        vocabulary=_size(config, "vocab_size"),
-        positions=positions,
-        position_rows=positions,
-        head_inputs=hidden,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        block=(
-            LinearLayer(prefix + "attn.c_attn", hidden, 3 * hidden, True),
-            LinearLayer(prefix + "attn.c_proj", hidden, hidden, True),
-            LinearLayer(prefix + "mlp.c_fc", hidden, inner, True),
-            LinearLayer(prefix + "mlp.c_proj", inner, hidden, True),
-        ),
-        projections=(),
-        block_norms=4 * hidden,
-        outer_norms=2 * hidden,
-        dropout=_chance(config, "resid_pdrop", 0.1),
-        attention_dropout=_chance(config, "attn_pdrop", 0.1),
-    )
-
-
-def _gpt_neox(config: Mapping[str, Any]) -> ModelShape:
-    hidden = _size(config, "hidden_size")
-    heads = _size(config, "num_attention_heads")
-    inner = _size(config, "intermediate_size")
-    bias = bool(config.get("attention_bias", True))
-    prefix = "gpt_neox.layers.{layer}."
-    return ModelShape(
-        family="gpt_neox",
-        layers=_size(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=heads,
-        head_size=hidden // heads,
-        inner=inner,
-        gated=False,
-        activation=str(config.get("hidden_act") or "gelu"),
-        vocabulary=_size(config, "vocab_size"),
-        positions=_size(config, "max_position_embeddings"),
-        position_rows=0,
-        head_inputs=hidden,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        block=(
-            LinearLayer(prefix + "attention.query_key_value", hidden, 3 * hidden, bias),
-            LinearLayer(prefix + "attention.dense", hidden, hidden, bias),
-            LinearLayer(prefix + "mlp.dense_h_to_4h", hidden, inner, True),
-            LinearLayer(prefix + "mlp.dense_4h_to_h", inner, hidden, True),
-        ),
-        projections=(),
-        block_norms=4 * hidden,
-        outer_norms=2 * hidden,
-        dropout=_chance(config, "hidden_dropout", 0.0),
-        attention_dropout=_chance(config, "attention_dropout", 0.0),
-    )
-
-
-def _bloom(config: Mapping[str, Any]) -> ModelShape:
-    hidden = _size(config, "hidden_size", "n_embed")
-    heads = _size(config, "n_head", "num_attention_heads")
-    prefix = "transformer.h.{layer}."
-    return ModelShape(
-        family="bloom",
-        layers=_size(config, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=heads,
-        head_size=hidden // heads,
-        inner=4 * hidden,
-        gated=False,
-        activation="gelu",
-        vocabulary=_size(config, "vocab_size"),
-        # ALiBi has no table and no bound; the length of pretraining is the useful one.
-        positions=int(config.get("seq_length") or 2048),
-        position_rows=0,
-        head_inputs=hidden,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        block=(
-            LinearLayer(prefix + "self_attention.query_key_value", hidden, 3 * hidden, True),
-            LinearLayer(prefix + "self_attention.dense", hidden, hidden, True),
-            LinearLayer(prefix + "mlp.dense_h_to_4h", hidden, 4 * hidden, True),
-            LinearLayer(prefix + "mlp.dense_4h_to_h", 4 * hidden, hidden, True),
-        ),
-        projections=(),
-        block_norms=4 * hidden,
-        outer_norms=4 * hidden,
-        dropout=_chance(config, "hidden_dropout", 0.0),
-        attention_dropout=_chance(config, "attention_dropout", 0.0),
-    )

@@ -14,7 +14,7 @@ from engine.algorithms.log_probs import token_log_probs
 from engine.algorithms.preference import gather_last
 from engine.config.schema import RoleConfig
 from engine.config.steps import RoleName
-from engine.models.families import position_arguments
+from engine.models.positions import position_arguments
 from engine.models.reward import RewardModel
 from engine.planning.shapes import ModelShape
 from engine.rlhf.actor_average import ActorAverage
