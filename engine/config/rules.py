@@ -171,7 +171,7 @@ def _hpz_partition(config: RunConfig, facts: ModelFacts) -> Problem | None:
     return None
 
 
-@rule("mixz-not-on-nvme", "weights that lie in files cannot be kept quantised")
+@rule("mixz-not-on-nvme", "weights that are kept in files cannot be quantised")
 def _mixz_on_nvme(config: RunConfig, facts: ModelFacts) -> Problem | None:
     if not config.mixz.enabled or config.actor.nvme_path is None:
         return None
@@ -182,7 +182,7 @@ def _mixz_on_nvme(config: RunConfig, facts: ModelFacts) -> Problem | None:
 
 @rule(
     "ema-not-on-nvme",
-    "after each step the average reads all trained weights, and those in files are not at hand",
+    "after each step the average reads all trained weights, and those in files are not available",
 )
 def _average_on_nvme(config: RunConfig, facts: ModelFacts) -> Problem | None:
     if not config.ema.enabled or config.actor.nvme_path is None:
@@ -231,7 +231,7 @@ def _align_overflow(config: RunConfig, facts: ModelFacts) -> Problem | None:
     return Problem(f"ppo.align_overflow with dtype={config.dtype}", {"ppo.align_overflow": False})
 
 
-@role_rule("offload-needs-zero2", "DeepSpeed offloads the states of ZeRO-2 and ZeRO-3 alone")
+@role_rule("offload-needs-zero2", "DeepSpeed offloads only the states of ZeRO-2 and ZeRO-3")
 def _offload_needs_sharding(name: str, role: RoleConfig, config: RunConfig) -> Problem | None:
     if not role.offload or role.zero_stage >= 2:
         return None
@@ -262,7 +262,7 @@ def _export_without_only(name: str, role: RoleConfig, config: RunConfig) -> Prob
 
 @rule(
     "hostfile-and-deployment",
-    "a hostfile names the nodes of a multi_node deployment, and only of that",
+    "a hostfile names the nodes of a multi_node deployment, and of no other",
 )
 def _deployment(config: RunConfig, facts: ModelFacts) -> Problem | None:
     launch, several = config.launch, config.launch.deployment == "multi_node"
@@ -389,7 +389,7 @@ def _target_without_coefficient(config: RunConfig, facts: ModelFacts) -> Problem
     )
 
 
-@rule("same-tokenizer", "the reward model must read the very tokens that the actor writes")
+@rule("same-tokenizer", "the reward model must read the same tokens that the actor writes")
 def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> Problem | None:
     actor, reward, models = facts.actor_vocabulary, facts.reward_vocabulary, config.models
     if config.alignment == "dpo" or not config.needs_reward_model:
