@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from launched import launch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import (
@@ -271,21 +268,6 @@ def test_the_cache_is_released_only_if_asked() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_under_deepspeed(ranks: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks),
-        "--master_port", str(port), str(WORKER),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output = launch(WORKER, ranks=ranks)
     # A launcher can exit with 0 although a rank was lost.
-    assert done.stdout.count("all cases passed") == ranks
+    assert output.count("all cases passed") == ranks
