@@ -1,4 +1,4 @@
-"""What this machine has for training, and what to do about what it lacks.
+"""What this machine has for training, what it lacks, and what to do about it.
 
 torch and DeepSpeed are asked in a child process, so that one that breaks at its import, or hangs,
 is a finding as well.
@@ -36,7 +36,7 @@ OPS = {
     "cpu_adam": ("CPUAdamBuilder", "offload takes torch's AdamW"),
     "quantizer": ("QuantizerBuilder", "MixZ quantises in torch, which is slower"),
 }
-# Compiled for the host alone.
+# Operators that are compiled for the host only.
 WITHOUT_NVCC = ("cpu_adam",)
 
 TORCH_QUESTIONS = """
@@ -69,7 +69,7 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: `state` is ok, note or problem; `advice` says what to do, if any."""
+    """One finding: `state` is ok, note or problem; `advice` says what to do, if any."""
 
     id: str
     title: str
@@ -125,7 +125,7 @@ def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
 
 
 def _path() -> str:
-    """The search path that the steps of a run get."""
+    """The PATH that the steps of a run get."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -330,7 +330,7 @@ def _host(answer: hosts.Answer) -> Finding:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a program prints, or None where it is not there or fails."""
+    """What a program prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL

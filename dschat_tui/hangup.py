@@ -1,4 +1,4 @@
-"""What ends this process when its terminal is gone, whatever its threads are doing.
+"""Ending this process when its terminal is gone, whatever its threads are doing.
 
 Textual's driver outlives its terminal: the writer thread dies of the first failed write, the main
 thread then waits for ever to hand it more, and the input thread reads end of file in a loop, at
@@ -17,14 +17,14 @@ import threading
 import time
 
 EXIT_HUNG_UP = 128 + signal.SIGHUP
-# every mode that Textual's driver sets, off again: kitty keys, bracketed paste, reports of the
+# switches off every mode that Textual's driver sets: kitty keys, bracketed paste, reports of the
 # mouse, of focus and of the size; then line wrap, the main screen and the cursor
 RESET = (
     "\x1b[<u\x1b[?2004l\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2048l"
     "\x1b[?7h\x1b[?1049l\x1b[?25h"
 )
 
-# process groups that end with this process; who adds one takes it out when it has ended
+# process groups that end with this process; whoever adds one removes it when it has ended
 dependents: set[int] = set()
 _modes: list[int | list[bytes | int]] | None = None
 _watcher: threading.Thread | None = None
@@ -39,25 +39,25 @@ def watch_terminal() -> None:
     global _modes, _watcher
     if _watcher is not None:
         return
-    with contextlib.suppress(termios.error):  # it is gone already, which the thread finds out
+    with contextlib.suppress(termios.error):  # it is gone already, as the thread will find
         _modes = termios.tcgetattr(0)
     _watcher = threading.Thread(target=_wait_for_hangup, name="hang-up", daemon=True)
     _watcher.start()
 
 
 def end_after(seconds: float, code: int) -> None:
-    """End this process in a while, if it has not ended by itself before."""
+    """End this process after some seconds, unless it has ended by then."""
     timer = threading.Timer(seconds, end, [code])
     timer.daemon = True
     timer.start()
 
 
 def end(code: int) -> None:
-    """End this process now, with what was to end with it; give the terminal back where it is."""
+    """End this process and its dependents now; restore the terminal if it still exists."""
     for group in list(dependents):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    # fails on a terminal that is gone, where there is nothing to give back
+    # fails on a terminal that is gone, where there is nothing to restore
     with contextlib.suppress(OSError, termios.error):
         if _modes is not None:
             termios.tcsetattr(0, termios.TCSANOW, _modes)
@@ -72,5 +72,5 @@ def _wait_for_hangup() -> None:
     poll = select.poll()
     poll.register(0, 0)  # a hang-up is reported without asking for it
     while not any(events & select.POLLHUP for _, events in poll.poll(250)):
-        time.sleep(0.05)  # in case a system reports something else here, again and again
+        time.sleep(0.05)  # in case a system reports another event here, repeatedly
     end(EXIT_HUNG_UP)

@@ -58,7 +58,7 @@ class Profile:
 
     @property
     def shadowed(self) -> Path | None:
-        """The profile of the same name that it is used in place of."""
+        """The profile of the same name that it replaces."""
         others = [path for path in profile_files(self.name) if path != self.file]
         return others[0] if self.file.parent == user_profiles() and others else None
 
@@ -86,7 +86,7 @@ class Profile:
 
     @property
     def devices(self) -> str:
-        """The accelerators that it takes."""
+        """The accelerators that it uses."""
         if self.config is None:
             return ""
         launch = self.config.launch

@@ -1,4 +1,4 @@
-"""Text of logs and models made harmless, numbers made short, and the glyphs of both alphabets."""
+"""Text from logs and models made safe to print, short numbers, and the glyphs of both alphabets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from dschat_tui.machine import GIB
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
-# control characters, and what turns the direction of text or is not seen at all
+# control characters, and those that reverse the direction of text or are invisible
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
@@ -43,12 +43,12 @@ def visible(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of any number of lines, each made harmless by `clean`."""
+    """Text of any number of lines, each made safe by `clean`."""
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def one_line(text: str) -> str:
-    """Text of any number of lines made harmless, in one line, with single spaces."""
+    """Text of any number of lines made safe and joined into one, with single spaces."""
     return " ".join(plain(text.replace("\n", " ")).split())
 
 

@@ -1,1 +1,1 @@
-"""The conversation with a model: session, command table, renderers, REPL. Brings in no torch."""
+"""The conversation with a model: session, commands, settings, files. Imports no torch."""

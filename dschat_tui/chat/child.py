@@ -102,7 +102,7 @@ class Child:
             return
         assert process.stdin
         process.stdin.close()
-        # An answer in work would be finished first.
+        # Otherwise an answer in progress would be finished first.
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), GRACE_SECONDS)

@@ -171,13 +171,13 @@ class Session:
         return question
 
     def replace(self, messages: list[Message], system: str) -> None:
-        """Take over a conversation from elsewhere, such as a file."""
+        """Replace the conversation by another, such as one from a file."""
         self.set_system(system)
         self.messages = list(messages)
         self._first = 0
 
     def ask(self, question: str) -> Iterator[Event]:
-        """Ask, and yield the answer as it comes; the turn is kept, also of a broken-off answer.
+        """Ask, and yield the answer as it comes; an interrupted answer is kept, too.
 
         Raises:
             ValueError: the question does not fit the model's context.
@@ -224,7 +224,7 @@ class Session:
         window = self._with_system([*self.messages[start:], question])
         tokens = self.generator.count(window)
         if tokens > limit:
-            # Down to half: a cut at every round would throw the kept cache away at every round.
+            # Down to half: a cut in every round would discard the cache in every round.
             while start < len(self.messages) and tokens > limit // 2:
                 start += 2
                 window = self._with_system([*self.messages[start:], question])
@@ -282,7 +282,7 @@ class Session:
         except KeyboardInterrupt:
             interrupted = finished = True
         finally:
-            # Also where the reader of the events went away in the middle.
+            # Even if the reader of the events left midway.
             if text or finished:
                 self.messages += [question, {"role": "assistant", "content": text}]
         usage = self.generator.usage

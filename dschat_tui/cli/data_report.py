@@ -79,7 +79,7 @@ def _lengths(document: dict[str, Any]) -> str:
 
 
 def _bars(bins: list[dict[str, int]]) -> Iterator[str]:
-    """The last length's histogram, a bar of text a bin."""
+    """The last length's histogram, a bar of text per bin."""
     most = max((found["rows"] for found in bins), default=0)
     for found in bins:
         bar = "#" * -(-BAR_WIDTH * found["rows"] // most)
@@ -134,7 +134,7 @@ def _sample(sample: dict[str, Any], titles: dict[str, str], color: bool) -> Iter
 
 
 def _quoted(text: str, label: str = "| ", style: str = "") -> str:
-    """Text line by line behind a label, harmless, and cut where it is long."""
+    """Text line by line after a label, escaped, and cut where it is long."""
     more = len(text) - SHOWN_CHARACTERS
     lines = [clean(line) for line in text[:SHOWN_CHARACTERS].splitlines()] or [""]
     if more > 0:

@@ -1,4 +1,4 @@
-"""`dschat doctor`: what this machine has for training, and what to do about what it lacks."""
+"""`dschat doctor`: what this machine has for training, what it lacks, and what to do about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def doctor(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say what this machine has for training, and what to do about what it lacks."""
+    """Report what this machine has for training, what it lacks, and what to do about it."""
     from dschat_tui.doctor import examine
 
     findings = examine(hostfile)

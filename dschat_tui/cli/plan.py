@@ -89,7 +89,7 @@ def _as_json(report: Report) -> str:
 
 
 def _as_text(report: Report) -> str:
-    """A table per step, what it takes of what there is, and the change that makes it fit."""
+    """A table per step, what is used of what there is, and the change that makes it fit."""
     plan = report.plan
     kind = "GPU" if plan.device == "cuda" else "process on the CPU"
     lines = [f"{plan.ranks} x {kind}, {plan.dtype}; GiB per rank at the peak of each step"]

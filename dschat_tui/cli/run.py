@@ -99,7 +99,7 @@ def run(
         refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
     process = supervisor.start(plan.run)
     if detach:
-        _tell_detached(plan.run, json_output)
+        _print_detached(plan.run, json_output)
     raise typer.Exit(_watch(plan.run, process, json_output, dashboard))
 
 
@@ -131,7 +131,7 @@ def resume_and_watch(
         refuse(f"cannot write the run's folder {folder.path}: {error.strerror}")
     process = supervisor.start(folder)
     if detach:
-        _tell_detached(folder, json_output)
+        _print_detached(folder, json_output)
     raise typer.Exit(_watch(folder, process, json_output, dashboard))
 
 
@@ -164,7 +164,7 @@ def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     state = run.read_state() or unknown_run_state()
     is_running = process.poll() is None or control.has_supervisor(state)
     if is_running and not (state["stop"] or run.stop_request.exists()):
-        watch.tell_detached(run)
+        watch.print_detached(run)
         return 0
     code = watch.watch(run, process if process.poll() is None else None, json_output=False)
     if code == 0 and watch.can_talk(run.read_state() or unknown_run_state()):
@@ -174,7 +174,7 @@ def in_dashboard(run: RunFolder, process: subprocess.Popen[bytes]) -> int:
     return code
 
 
-def _tell_detached(run: RunFolder, json_output: bool) -> NoReturn:
+def _print_detached(run: RunFolder, json_output: bool) -> NoReturn:
     """Print the folder of a run that continues by itself, and exit."""
     if json_output:
         typer.echo(json.dumps({"name": run.path.name, "path": str(run.path)}))

@@ -143,7 +143,7 @@ def delete(
 
 
 def _table(described: list[Described]) -> str:
-    """Runs, a line each: name, state, steps, when it changed, where."""
+    """One line per run: name, state, steps, when it changed, folder."""
     rows = []
     for item in described:
         state = item["state"]

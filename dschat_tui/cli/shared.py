@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 
 def complete_profile(incomplete: str) -> list[str]:
-    """Names of profiles that begin so, for the shell's completion."""
+    """Names of profiles with a prefix, for the shell's completion."""
     from engine.config.loading import profile_names
 
     return [name for name in profile_names() if name.startswith(incomplete)]

@@ -102,7 +102,7 @@ def sweep(
         environments = runner.share_machine(made, parallel)
         outcomes = checks.examine(made, folder.path)
         with nullcontext() if dry_run else folder.lock():
-            state = runner.taken_up(folder.read(), made, outcomes, retry is not None)
+            state = runner.resumed_state(folder.read(), made, outcomes, retry is not None)
             _show_matrix(state, dry_run, json_output)
             if dry_run:
                 return
@@ -127,7 +127,7 @@ def _make(
     max_steps: int | None,
     data: list[str],
 ) -> Sweep:
-    """What the command line asks for, over what the file of a matrix says."""
+    """The sweep that the command line describes; its options override the matrix file."""
     from dschat_tui.sweep import matrix
 
     numbers = given.steps if steps is None else matrix.parse_steps("--steps", steps)
@@ -142,7 +142,7 @@ def _make(
 
 
 def _show_matrix(state: SweepState, is_result: bool, json_output: bool) -> None:
-    """The cells with what is known of them, and how many will run."""
+    """Print the cells with what is known about them, and how many will run."""
     from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import runner
     from dschat_tui.sweep import state as states
@@ -194,7 +194,7 @@ def _run(
 
 @sweep_app.command(name="report")
 def make_report(directory: SweepArgument, json_output: JsonFlag = False) -> None:
-    """Make the report of a sweep again, from its sweep.json."""
+    """Rewrite the report of a sweep from its sweep.json."""
     from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import report
     from dschat_tui.sweep.state import SweepFolder, counted
@@ -215,7 +215,7 @@ def make_report(directory: SweepArgument, json_output: JsonFlag = False) -> None
 
 @sweep_app.command()
 def compare(first: SweepArgument, second: SweepArgument, json_output: JsonFlag = False) -> None:
-    """Hold the cells of two sweeps against each other, in pairs of the same name."""
+    """Compare the cells of two sweeps in pairs of the same name."""
     from dschat_tui.cli import sweep_display as display
     from dschat_tui.sweep import report
     from dschat_tui.sweep.state import SweepFolder

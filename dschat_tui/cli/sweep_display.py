@@ -80,7 +80,7 @@ class Events:
 
 
 class Lines:
-    """A line whenever a run starts or ends, and every so many seconds how far it is."""
+    """A line whenever a run starts or ends, and its progress every so many seconds."""
 
     def __init__(self, state: SweepState) -> None:
         self.state = state

@@ -64,7 +64,7 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
     elif outcome != DETACHED:
         print(summary(watched.state))
     if outcome == DETACHED:
-        tell_detached(run)
+        print_detached(run)
         return 0
     if outcome == DONE:
         if can_talk(watched.state) and not json_output:
@@ -74,7 +74,7 @@ def watch(run: RunFolder, supervisor: subprocess.Popen[bytes] | None, json_outpu
     return EXIT_CODES.get(outcome, EXIT_CODES[FAILED])
 
 
-def tell_detached(run: RunFolder) -> None:
+def print_detached(run: RunFolder) -> None:
     """Say that a run continues although nobody watches it any more."""
     shown = shlex.quote(shown_path(run.path))
     print(f"The run continues. Watch it: dschat runs attach {shown}", file=sys.stderr)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 RETRY_SECONDS = 1.0
-# how often a log that does not grow is looked at, at most
+# a log that does not grow is read at most after so many polls
 IDLE_POLLS = 10
-# a log that has not grown for so long is done with the step whose lines came last
+# after so long without a new line, the last step's lines are taken as complete
 FINISHED_SECONDS = 5.0
 
 
@@ -46,7 +46,7 @@ class News:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Answers that were written into rollouts.jsonl; `restarted`: those before count no more."""
+    """Answers that were written into rollouts.jsonl; `restarted`: earlier ones no longer count."""
 
     rows: list[Row]
     restarted: bool
@@ -86,7 +86,7 @@ class LogThread(threading.Thread):
 
 
 class Feed(LogThread):
-    """Follows the logs of a run: of each its history at once, then what comes, as it comes."""
+    """Follows the logs of a run: the history of each at once, then new lines as they come."""
 
     def __init__(self, logs: Mapping[str, Path], rollouts: Path | None = None) -> None:
         super().__init__("dschat-feed")
@@ -102,7 +102,7 @@ class Feed(LogThread):
             raise
 
     def _read_on(self) -> None:
-        # the log that grew last is the one that is looked at
+        # the log that grew last is the one on the screen
         for log in sorted(self._logs, key=_FollowedLog.changed, reverse=True):
             self._poll(log)
         while not self._stopped.wait(POLL_SECONDS):

@@ -1,4 +1,4 @@
-"""Follow a growing file by polling, as logs on a network file system must be."""
+"""Follow a growing file by polling, which also works on a network file system."""
 
 from __future__ import annotations
 

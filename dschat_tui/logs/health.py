@@ -50,7 +50,7 @@ _RATIO_OF_NO_UPDATE = 1.001
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing looked at: `level` is ok, note or check."""
+    """One verdict: `level` is ok, note or check."""
 
     id: str
     level: str
@@ -70,7 +70,7 @@ class Vitals:
 
 
 def verdicts(vitals: Vitals) -> list[Verdict]:
-    """All verdicts that the log has the numbers for, those to check first."""
+    """All verdicts that the log has numbers for, those to check first."""
     found = [verdict for rule in RULES if (verdict := rule(vitals)) is not None]
     order = (CHECK, NOTE, OK)
     return sorted(found, key=lambda verdict: order.index(verdict.level))
@@ -143,7 +143,7 @@ def not_finite(vitals: Vitals) -> Verdict | None:
 
 
 def loss_scale_floor(vitals: Vitals) -> Verdict | None:
-    """The fp16 loss scale at its least, where every step is skipped."""
+    """The fp16 loss scale at its minimum, where every step is skipped."""
     count = vitals.status.counters.get("loss_scale_floor", 0)
     if not count:
         return None
@@ -295,7 +295,7 @@ def plateau(vitals: Vitals) -> Verdict | None:
     )
 
 
-def seconds_a_step(series: Mapping[str, Series]) -> float | None:
+def seconds_per_step(series: Mapping[str, Series]) -> float | None:
     """The median seconds per step by the log, or None where it does not report them."""
     for name in ("e2e_s", "latency_s"):
         means = _means(series.get(name))
@@ -308,7 +308,7 @@ def stall(vitals: Vitals) -> Verdict | None:
     """Nothing written for much longer than a step takes."""
     if vitals.silent_s is None:
         return None
-    step = seconds_a_step(vitals.series)
+    step = seconds_per_step(vitals.series)
     limit = max(SILENT_SECONDS.highest, SILENT_STEPS.highest * (step or 0.0))
     waits = f"nothing written for {vitals.silent_s:.0f} s"
     return Verdict(

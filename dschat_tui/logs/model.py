@@ -12,7 +12,7 @@ EVENTS_KEPT = 2000
 
 
 class LogModel:
-    """What all updates of one log add up to; in bounded memory but for 8 bytes every 64 lines."""
+    """The sum of all updates of one log, in bounded memory except for 8 bytes per 64 lines."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -19,7 +19,7 @@ _TIMES = ("e2e_s", "other_s", "generate_s", "train_s", "samples_per_s")
 _NO_QUANTITIES = {"kind", "step", "offset", "total_steps"}
 
 
-# their names, and what gives their values
+# The names of quantities, and a function that returns their values.
 Quantities = tuple[tuple[str, ...], Callable[[Record], tuple[float | None, ...]]]
 
 
@@ -79,7 +79,7 @@ class LogParser:
             self._read(record)
 
     def finish(self) -> Update:
-        """The update of what waits for a line that will not come: at the end of a finished log."""
+        """The update of what still waits for another line, at the end of a finished log."""
         for record in self._reader.finish():
             self._read(record)
         held, self._held = self._held, []
@@ -126,7 +126,7 @@ class LogParser:
         kind = record["kind"]
         if kind in _OWN_KINDS:
             self._is_own = True
-        # our own logs say the step in the line after these
+        # our own logs give the step in the line after these
         if self._is_own and kind in ("ppo", "throughput"):
             self._held.append(record)
         elif kind == "metrics":
@@ -155,7 +155,7 @@ class LogParser:
         self._total = record.get("total_steps") or self._total
         for before in held[:-1]:
             self._add_all(before, step)
-        # what both lines say, the metrics say with more digits
+        # where both lines have a value, the metrics have more digits
         self._add_all(held[-1] | record if held else record, step, record)
         self._phase, self._percent = "training", None
 
@@ -292,7 +292,7 @@ def _measured(value: float | None) -> str:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Record], tuple[float | None, ...]]:
-    """What gives the values of these names as a tuple."""
+    """A function that returns the values of these names as a tuple."""
     if len(names) > 1:
         return itemgetter(*names)
     return lambda record: tuple(record[name] for name in names)

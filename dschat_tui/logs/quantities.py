@@ -1,4 +1,4 @@
-"""What each quantity of a log is called, what it means, and where it is normally."""
+"""The title, meaning and normal range of each quantity of a log."""
 
 from __future__ import annotations
 

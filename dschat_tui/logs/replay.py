@@ -12,7 +12,7 @@ from dschat_tui.logs.model import LogModel
 from dschat_tui.logs.records import Update
 
 # Where a log does not say how long a step took.
-SECONDS_A_STEP = 1.0
+SECONDS_PER_STEP = 1.0
 TIMES = ("e2e_s", "latency_s")
 _LONGEST_WAIT = 0.05
 
@@ -63,7 +63,7 @@ class Replay(LogThread):
             for value in update.points[name].values
             if value > 0
         )
-        return seconds or SECONDS_A_STEP * max(update.status.done - done_before, 0)
+        return seconds or SECONDS_PER_STEP * max(update.status.done - done_before, 0)
 
 
 def _lines(path: Path) -> Iterator[Batch]:

@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 def parse_rows(batch: Batch) -> list[Row]:
-    """The answers in lines of rollouts.jsonl; lines that are none are left out."""
+    """The answers in lines of rollouts.jsonl; other lines are left out."""
     rows = []
     for line, offset in zip(batch.lines, batch.offsets, strict=True):
         record = _parse(line)

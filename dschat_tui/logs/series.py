@@ -50,7 +50,7 @@ class Series:
         self._offset = array("q")
         self._width = 1
         self._in_last_bucket = 0
-        # charts ask for the same columns again whenever anything else of them changes
+        # charts ask for the same columns again whenever something else about them changes
         self._asked: tuple[float, ...] = ()
         self._given: list[Column] = []
 
@@ -86,7 +86,7 @@ class Series:
 
     def _add_to_last_bucket(self, values: Sequence[float]) -> None:
         total = sum(values, 0.0)
-        if not -_GREATEST <= total <= _GREATEST:  # mostly false: to look at each value takes time
+        if not -_GREATEST <= total <= _GREATEST:  # mostly false; checking each value takes time
             finite = [value for value in values if -_GREATEST <= value <= _GREATEST]
             if len(finite) < len(values):
                 self.nonfinite += len(values) - len(finite)

@@ -1,4 +1,4 @@
-"""What can be watched: the folder of a run, that of a step, or one training.log."""
+"""What can be watched: the folder of a run or of a step, or one training.log."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Described(TypedDict):
 
 
 class NotRunning(ValueError):
-    """A run has no supervisor on this machine that could be asked."""
+    """A run has no living supervisor on this machine."""
 
 
 class NotDeletable(ValueError):

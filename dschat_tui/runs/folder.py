@@ -23,7 +23,7 @@ from engine.config.steps import Step
 
 
 class RunIsHeld(RuntimeError):
-    """Another process holds the lock of a run: its supervisor, or who ends what one left."""
+    """Another process holds the lock of a run: its supervisor or its guard."""
 
 
 class RunFolder:
@@ -92,7 +92,7 @@ class RunFolder:
         self._replace(self.config_file, config_yaml)
 
     def request_stop(self, limit_seconds: float) -> None:
-        """Ask the running step to save a checkpoint and end, and its supervisor to see to it.
+        """Ask the running step to save a checkpoint and end, and its supervisor to enforce it.
 
         After `limit_seconds` the supervisor ends the step's processes itself.
         """

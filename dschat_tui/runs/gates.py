@@ -37,7 +37,7 @@ _BY_KEY = {gate.key: gate for gate in GATES}
 
 
 def missed(config: RunConfig, step: str, metrics: FinalMetrics) -> list[GateRecord]:
-    """Records of the gates that a step's final metrics do not reach; one without a reading is."""
+    """Records of the gates that a step's final metrics, or a lack of them, do not reach."""
     found: list[GateRecord] = []
     for gate in GATES:
         threshold = get_value(config, gate.key)

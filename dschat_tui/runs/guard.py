@@ -1,4 +1,4 @@
-"""A small process that outlives a killed supervisor, ends its step, and says so in run.json."""
+"""A small process that outlives a killed supervisor, ends its step, and records it in run.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _end_run_of(run: RunFolder, supervisor: ProcessIdentity, grace_seconds: floa
         return
     with run.lock(wait=True):
         state = run.read_state()
-        # an end in order, or a new supervisor, leaves nothing to do
+        # after an orderly end, or with a new supervisor, there is nothing to do
         if state is None or state["state"] != RUNNING or state["supervisor"] != supervisor:
             return
         survivors = end_leftovers(state, grace_seconds)

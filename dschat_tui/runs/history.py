@@ -1,4 +1,4 @@
-"""The runs of a folder as a list shows them, and what two or more of them differ in."""
+"""The runs of a folder for a list, and the differences between two or more of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process is meant by a pid that a file recorded."""
+"""Identifying the process behind a recorded pid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_identity() -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity | None) -> bool:
-    """Whether a process still runs, and is the same one."""
+    """Whether a process is still running, and is the same one."""
     if identity is None:
         return False
     now = process_identity(identity["pid"])

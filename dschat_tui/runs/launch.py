@@ -15,7 +15,7 @@ from engine.config.steps import Step
 
 NO_HOSTFILE = "/dev/null"
 
-# What ranks on other nodes need of this environment.
+# Variables of this environment that ranks on other nodes need.
 NODE_VARIABLES = (
     "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY",
     "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE",
@@ -38,7 +38,7 @@ FOREIGN_VARIABLES = (
 
 
 def find_deepspeed() -> Path | None:
-    """The `deepspeed` command of this very Python environment, else one on PATH, else None."""
+    """The `deepspeed` command of this Python environment, else one on PATH, else None."""
     beside = Path(sys.executable).parent / "deepspeed"
     if beside.is_file():
         return beside
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
-    """The GPU numbers that CUDA_VISIBLE_DEVICES allows, or None where it says nothing here."""
+    """The GPU numbers that CUDA_VISIBLE_DEVICES allows, or None where it does not restrict them."""
     listed = environment.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [part.strip() for part in listed.split(",") if part.strip()]
     if not Path("/dev/nvidiactl").exists() or not numbers:
@@ -88,7 +88,7 @@ def step_command(
         # else a single host would be taken for this machine
         where.append("--force_multi")
     else:
-        # without --hostfile the launcher would obey a /job/hostfile that happens to be there
+        # without --hostfile the launcher would use an existing /job/hostfile
         where = ["--hostfile", NO_HOSTFILE]
         if gpus is not None:
             # --num_gpus makes the launcher ignore CUDA_VISIBLE_DEVICES and start on GPU 0
@@ -132,9 +132,9 @@ def step_environment(config: RunConfig, environment: Mapping[str, str]) -> dict[
 
 
 def write_node_environment(folder: Path, environment: Mapping[str, str]) -> None:
-    """Tell DeepSpeed's launcher, by a file in its working folder, what more to set on all nodes.
+    """Write the file from which DeepSpeed's launcher takes further variables for all nodes.
 
-    By itself it takes along hardly more than PYTHONPATH.
+    By itself it passes on little more than PYTHONPATH.
     """
     lines = [f"{name}={environment[name]}\n" for name in NODE_VARIABLES if name in environment]
     (folder / ".deepspeed_env").write_text("".join(lines), encoding="utf-8")

@@ -32,7 +32,7 @@ FAST_BF16 = ("avx512_bf16", "amx_tile")
 
 
 class PlanError(ValueError):
-    """What a plan cannot be made of; the message says what to do."""
+    """Why a plan cannot be made; the message says what to do."""
 
 
 class UnplannedFamilyError(PlanError):
@@ -192,7 +192,7 @@ def shape_of(origin: Origin, offline: bool = False) -> ModelShape:
 
 
 def number_of_nodes(config: RunConfig) -> int:
-    """How many hosts a run takes: as many as it asks for, else those of its hostfile.
+    """The number of hosts of a run: as configured, else those of its hostfile.
 
     Raises:
         PlanError: the hostfile cannot be read.

@@ -142,7 +142,7 @@ def _count_nodes(config: RunConfig) -> None:
     try:
         found = hosts.hosts_of(Path(options.hostfile).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # a reason of its own, where the hosts are asked
+        return  # refused with its own reason where the hosts are asked
     options.num_nodes = len(found) or None
 
 
@@ -255,7 +255,7 @@ def _check_folder(
 def _check_additional(
     config: RunConfig, run: RunFolder, steps: list[Step], state: RunState
 ) -> list[str]:
-    """A run takes steps that it has not begun, under its own configuration."""
+    """Why steps cannot be added to a run: they have begun, or its configuration differs."""
     path = run.path
     supervisor = control.supervisor_of(state)
     if state["state"] == RUNNING and supervisor is not None:
@@ -459,7 +459,7 @@ def _check_base_model(key: str, name: str) -> list[str]:
 
 
 def _check_inputs(config: RunConfig, steps: list[Step], done: set[int]) -> list[str]:
-    """Each step finds what it starts from: made earlier in this run, or given as finished."""
+    """Why a step lacks what it starts from: made earlier in this run, or given as finished."""
     if not steps:
         return ["no step is left to run. Name some with --steps"]
     reasons = [

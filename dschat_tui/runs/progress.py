@@ -1,10 +1,10 @@
-"""How far a step of a run is, and how long it will take: one reading for all who show it."""
+"""How far a step of a run is, and how long it will take: one reading for all that show it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dschat_tui.logs.health import seconds_a_step
+from dschat_tui.logs.health import seconds_per_step
 from dschat_tui.logs.model import LogModel
 from dschat_tui.text import clean
 
@@ -36,5 +36,5 @@ def progress_of(model: LogModel) -> Progress:
     """The progress that a log shows."""
     status = model.status
     return Progress(
-        status.phase, status.percent, status.done, status.total, seconds_a_step(model.series)
+        status.phase, status.percent, status.done, status.total, seconds_per_step(model.series)
     )

@@ -1,4 +1,4 @@
-"""What came out of each step, from its metrics.jsonl: the numbers of the summary."""
+"""The results of each step, from its metrics.jsonl: the numbers of the summary."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def final_metrics(step: str, step_folder: Path) -> FinalMetrics:
 
 
 def was_evaluated(metrics: FinalMetrics) -> bool:
-    """Whether a number that is missing among a step's final ones was looked for in vain.
+    """Whether a step was evaluated, so that a missing final number could not be measured.
 
     Steps 1 and 2 are evaluated before they train.
     """

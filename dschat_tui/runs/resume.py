@@ -47,7 +47,7 @@ class Resumption:
 
     @property
     def first(self) -> Step:
-        """The step that comes first."""
+        """The first step to run."""
         return self.steps[0]
 
     @property

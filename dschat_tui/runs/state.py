@@ -12,7 +12,7 @@ from engine.config.steps import BY_NAME, STEPS, Step
 from engine.log.causes import Cause
 
 PENDING, RUNNING, DONE, FAILED, STOPPED = "pending", "running", "done", "failed", "stopped"
-# of a run alone: it waits at a gate between two steps
+# of a run only: it waits at a gate between two steps
 PAUSED = "paused"
 
 VERSION = 1
@@ -22,7 +22,7 @@ FinalMetrics = dict[str, float | int | str | None]
 
 
 class ProcessIdentity(TypedDict):
-    """A process, and when it started in seconds since the epoch: pids come again."""
+    """A process, and when it started in seconds since the epoch: pids are reused."""
 
     pid: int
     started: float | None
@@ -116,7 +116,7 @@ def new_run_state(profile: str) -> RunState:
 
 
 def unknown_run_state() -> RunState:
-    """What is known of a run whose run.json says nothing."""
+    """The state of a run whose run.json cannot be read."""
     return {
         **new_run_state(profile=""),
         "id": None,
@@ -143,7 +143,7 @@ def new_step_state(step: Step) -> StepState:
 
 
 def parse_run_state(text: str) -> RunState:
-    """The content of a run.json; what its version did not write yet has the value of a new run.
+    """The content of a run.json; keys that its version did not write have the value of a new run.
 
     Raises:
         ValueError: it is not JSON, not an object, or its steps are no records.

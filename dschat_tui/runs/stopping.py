@@ -1,4 +1,4 @@
-"""Stop a run of another command and wait until nothing of it is left."""
+"""Stop a run that another command started, and wait until none of its processes is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_NOTES = 10.0
 
 
 def stopping_text(state: RunState, requests: int, key: str) -> str:
-    """What happens to a run that was asked to stop so many times, and what `key` does now."""
+    """What happens to a run after so many requests to stop, and what `key` does now."""
     if requests > 1:
         return f"ending its processes ({key} again: at once)"
     limit = SAVE_SECONDS
@@ -28,7 +28,7 @@ def stopping_text(state: RunState, requests: int, key: str) -> str:
 
 
 def stop(run: RunFolder, now: bool, limit_seconds: float, note: Callable[[str], None]) -> str:
-    """Stop a run; its state when nothing of it is left alive.
+    """Stop a run; its state when none of its processes is left.
 
     Args:
         run: one whose supervisor is alive.

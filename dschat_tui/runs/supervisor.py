@@ -56,7 +56,7 @@ def start(run: RunFolder, environment: Mapping[str, str] | None = None) -> subpr
 
     `environment` is that of the run's processes; None: this process's own.
     """
-    # one of an earlier life of the run; those that come from now on count
+    # a request that was made before this start does not count
     run.stop_request.unlink(missing_ok=True)
     with run.supervisor_log.open("ab") as log:
         return subprocess.Popen(
@@ -284,7 +284,7 @@ class Supervisor:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that none is lost from sight (Linux only)."""
+    """Become the parent of orphaned descendants, so that none is missed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

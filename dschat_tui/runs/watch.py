@@ -106,7 +106,7 @@ class Watch:
             time.sleep(POLL_SECONDS)
 
     def has_ended(self) -> bool:
-        """Whether its supervisor is gone, and nobody ends what one that was killed left."""
+        """Whether its supervisor is gone, and no guard is ending what it left."""
         if control.is_supervised(self.run, self.supervisor):
             return False
         state = self.run.read_state()

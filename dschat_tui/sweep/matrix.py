@@ -72,14 +72,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A run of the steps that cells start from; they take its models over."""
+    """A run of the steps that cells start from; they use its models."""
 
     name: str
     config: RunConfig
     steps: tuple[int, ...]
 
     def models(self, output: Path) -> Values:
-        """The options that hand its models on, for the folder of the sweep."""
+        """The options that pass its models to cells, for the folder of the sweep."""
         made = [FINISHED[step] for step in self.steps]
         return {key: str(output / self.name / BY_NAME[step].folder / "model") for step, key in made}
 
@@ -135,7 +135,7 @@ def make(
         changes["hybrid_engine.enabled"] = False
     if max_steps is not None:
         changes |= {f"{step.name}.max_steps": max_steps for step in STEPS}
-    values = apply_overrides(values, written(changes))
+    values = apply_overrides(values, as_assignments(changes))
     config = resolve(values, f"profile {profile}")
     axes = tuple(axes) or default_axes(steps)
     _check_axes(axes, steps, config)
@@ -146,7 +146,7 @@ def make(
         cell_assignments: Values = {}
         for name, value in chosen.items():
             cell_assignments |= options_of(name, value, steps, config)
-        own = resolve(apply_overrides(values, written(cell_assignments)), "--axis")
+        own = resolve(apply_overrides(values, as_assignments(cell_assignments)), "--axis")
         cells.append(Cell(_free_name(cell_name(chosen), taken), chosen, cell_assignments, own))
     preparations, preparation_of = _preparations(values, cells, steps)
     return Sweep(
@@ -204,7 +204,7 @@ def default_rank(config: RunConfig, role: str) -> int:
     return max(1, min(LORA_RANK, width // LORA_SHARE))
 
 
-def written(assignments: Mapping[str, object]) -> list[str]:
+def as_assignments(assignments: Mapping[str, object]) -> list[str]:
     """Assignments as `--set` takes them."""
     return [f"{key}={json.dumps(value)}" for key, value in assignments.items()]
 
@@ -298,7 +298,7 @@ def read_matrix(name: str) -> MatrixFile:
         steps=None if steps is None else parse_steps(f"{name}: steps", steps),
         max_steps=content.get("max_steps"),
         time_limit=content.get("time_limit"),
-        assignments=tuple(written(changes)),
+        assignments=tuple(as_assignments(changes)),
         axes=tuple(axis_of(str(key), values) for key, values in axes.items()),
     )
 
@@ -397,7 +397,7 @@ def _preparations(
         if key not in names:
             name = _free_name("preparation" + (f"_{cell_name(own)}" if own else ""), taken)
             names[key] = name
-            config = resolve(apply_overrides(values, written(own)), "--axis")
+            config = resolve(apply_overrides(values, as_assignments(own)), "--axis")
             preparations[name] = Preparation(name, config, needed)
         preparation_of[cell.name] = names[key]
     return preparations, preparation_of

@@ -103,7 +103,7 @@ def smallest(state: SweepState) -> tuple[CellRecord, str] | None:
 
 
 def effects(state: SweepState) -> list[Effect]:
-    """The effect of each axis alone, a value against the first one; of on and off: on."""
+    """The effect of each axis alone: each value against the first, for switches on against off."""
     found = []
     for axis, values in state["axes"].items():
         is_switch = all(isinstance(value, bool) for value in values)
@@ -360,7 +360,7 @@ class Comparison(TypedDict):
 
 
 def compare(first: SweepState, second: SweepState) -> Comparison:
-    """Hold the cells of two sweeps against each other."""
+    """Compare the cells of two sweeps."""
     cells, others = ({cell["name"]: cell for cell in s["cells"]} for s in (first, second))
     pairs: list[Pair] = []
     for name, a in cells.items():

@@ -102,7 +102,7 @@ def measure(log: Path, step: str, ranks: int) -> Measured:
 
 def _ppo_rows(records: Sequence[_Row], metrics: Sequence[_Row]) -> list[_Row]:
     """A row per generation step, from its block of lines and its line of metrics."""
-    # a step that was begun again counts as it went the last time
+    # of a step that was repeated, the last attempt counts
     blocks = {record["step"]: record for record in records if record["kind"] == "ppo"}
     exact = {record["step"]: record for record in metrics}
     rows = []

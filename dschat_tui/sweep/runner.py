@@ -72,7 +72,7 @@ Event = Literal["started", "ended"]
 
 
 class Display(Protocol):
-    """What shows a sweep while it runs."""
+    """Shows a sweep while it runs."""
 
     def report(self, event: Event, kind: Kind, record: RunRecord) -> None:
         """A run of the sweep started or ended."""
@@ -375,7 +375,7 @@ def _clear(run: RunFolder, state: RunState) -> None:
 
 
 def _link(link: Path, target: Path) -> None:
-    """The log of a cell where the original's sweeps had it."""
+    """Link the log of a cell where the original's sweeps had it."""
     link.unlink(missing_ok=True)
     link.symlink_to(target)
 
@@ -427,7 +427,7 @@ def _new_run(name: str, steps: Sequence[int]) -> RunTimes:
     }
 
 
-def taken_up(
+def resumed_state(
     state: SweepState | None, sweep: Sweep, outcomes: Mapping[str, Outcome], retry: bool
 ) -> SweepState:
     """The state of a resumed sweep: what is done stays, the rest is as it was examined now.
@@ -465,7 +465,7 @@ def taken_up(
 
 
 def _kept(earlier: Sequence[Record], fresh: Sequence[Record], states: set[str]) -> list[Record]:
-    """Fresh records, with the earlier one in place of each that is in one of some states."""
+    """Fresh records, each replaced by the earlier one where that is in one of `states`."""
     by_name = {record["name"]: record for record in earlier if record["state"] in states}
     return [by_name.get(record["name"], record) for record in fresh]
 

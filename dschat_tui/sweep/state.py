@@ -190,8 +190,8 @@ class SweepFolder:
             yield
 
 
-def is_going_on(state: SweepState) -> bool:
-    """Whether the process that works on a sweep is alive on this machine."""
+def is_running(state: SweepState) -> bool:
+    """Whether the process that runs a sweep is alive on this machine."""
     return state["state"] == RUNNING and is_alive(state["process"])
 
 

@@ -30,7 +30,7 @@ from dschat_tui.sweep.state import (
     SweepFolder,
     SweepState,
     counted,
-    is_going_on,
+    is_running,
     measured,
     number,
 )
@@ -189,7 +189,7 @@ class SweepScreen(DashboardScreen):
             listed.show(Nothing("no sweep.json yet"))
             return
         standing = self.state["state"]
-        if standing == "running" and not is_going_on(self.state):
+        if standing == "running" and not is_running(self.state):
             standing = "stopped"
         title.append((f"  {standing}  {counted(self.state)}", "text"))
         self.query_one("#sweep-title", Line).show(title + place)
