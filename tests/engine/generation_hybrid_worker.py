@@ -31,12 +31,12 @@ CASES = [
 ]
 # Family, and which call of what fails on the last rank, while ZeRO-3 has sharded the weights.
 FAILURES = [
-    ("llama", packed._LlamaLayer, "__init__", 1),
+    ("llama", packed._Layer, "__init__", 1),
     ("llama", packed.Packer, "tensor", 6),
     ("llama", packed.PackedDecoder, "step", 3),
     ("llama", HybridEngine, "_difference", 1),
     # the model has two layers: the check has passed, and the rollout reads them again
-    ("llama", packed._LlamaLayer, "__init__", 3),
+    ("llama", packed._Layer, "__init__", 3),
     ("gpt2", hybrid_module, "effective_weight", 2),
     ("gpt2", hybrid_module.ModuleDecoder, "step", 2),
 ]
