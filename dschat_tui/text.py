@@ -99,10 +99,15 @@ def shown_path(path: Path) -> str:
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell, with a rule under the header."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    padded = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in padded)
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return padded([header, rule, *rows])
+
+
+def padded(lines: Sequence[Sequence[str]]) -> str:
+    """Cells line by line, in columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
 
 
 def option_text(value: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Protocol, TextIO
 
 from dschat_tui.chat.events import Answer, Error, Event, Note, Quit, Ready, Table, Token
-from dschat_tui.text import visible
+from dschat_tui.text import padded, visible
 
 
 class Renderer(Protocol):
@@ -110,14 +110,10 @@ def format_table(table: Table) -> str:
         return f"{table.name}: nothing yet."
     columns = list(dict.fromkeys(key for row in table.rows for key in row))
     cells = [[str(row.get(column, "")) for column in columns] for row in table.rows]
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *cells, strict=True)]
-    width = shutil.get_terminal_size().columns
-    if sum(widths) + 2 * len(widths) <= width and not any("\n" in c for row in cells for c in row):
-        lines = [columns, *cells]
-        return "\n".join(
-            "  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+    if not any("\n" in cell for row in cells for cell in row):
+        text = padded([columns, *cells])
+        if max(map(len, text.split("\n"))) <= shutil.get_terminal_size().columns:
+            return text
     return "\n\n".join(
         "\n".join(
             f"{column}: " + cell.replace("\n", "\n  ")

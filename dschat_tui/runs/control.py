@@ -93,23 +93,17 @@ def standing(state: RunState) -> str:
 
 def describe(run: RunFolder) -> Described:
     """What `dschat runs` reports of a run; of an unreadable one its path and what is wrong."""
+    state, problem = unknown_run_state(), None
     try:
-        state = run.read_state() or unknown_run_state()
+        state = run.read_state() or state
     except (OSError, ValueError) as error:
-        return {
-            "name": run.path.name,
-            "path": str(run.path),
-            "standing": "unreadable",
-            "problem": str(error),
-            "checkpoints": {},
-            "state": unknown_run_state(),
-        }
+        problem = str(error)
     checkpoints: dict[str, list[int]] = {step.name: run.checkpoints(step) for step in STEPS}
     return {
         "name": run.path.name,
         "path": str(run.path),
-        "standing": standing(state),
-        "problem": None,
+        "standing": "unreadable" if problem else standing(state),
+        "problem": problem,
         "checkpoints": {name: steps for name, steps in checkpoints.items() if steps},
         "state": state,
     }
