@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from dschat_tui.runs.folder import RunFolder
     from dschat_tui.runs.preflight import Plan
+    from engine.config.schema import RunConfig
 
 
 def run(
@@ -60,9 +61,6 @@ def run(
     json_output: JsonFlag = False,
 ) -> None:
     """Run the steps one after another: SFT, reward model, RLHF."""
-    from dschat_tui.runs.folder import next_free
-    from dschat_tui.runs.preflight import Refusal, prepare
-
     if dashboard and (detach or json_output):
         refuse("--dashboard shows the run: leave out --detach and --json")
     if resume is not None:
@@ -79,11 +77,7 @@ def run(
         refuse("--accept continues a run that waits at a gate: give it with --resume RUN")
     config = load_config(profile, data or [], assignments or [])
     name = Path(profile).stem
-    folder = output if output is not None else next_free(Path("output"), name)
-    try:
-        plan = prepare(config, folder, _step_numbers(steps))
-    except Refusal as refusal:
-        refuse(*refusal.reasons)
+    plan = _plan(config, output, name, _step_numbers(steps))
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
     if dry_run:
@@ -91,16 +85,39 @@ def run(
         return
 
     from dschat_tui.runs import supervisor
-    from engine.config.loading import to_yaml
 
-    try:
-        plan.run.create(to_yaml(plan.config), name, plan.steps)
-    except OSError as error:
-        refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
+    plan = _created(plan, output, name)
     process = supervisor.start(plan.run)
     if detach:
         _print_detached(plan.run, json_output)
     raise typer.Exit(_watch(plan.run, process, json_output, dashboard))
+
+
+def _plan(config: RunConfig, output: Path | None, name: str, numbers: list[int] | None) -> Plan:
+    from dschat_tui.runs.folder import next_free
+    from dschat_tui.runs.preflight import Refusal, prepare
+
+    folder = output if output is not None else next_free(Path("output"), name)
+    try:
+        return prepare(config, folder, numbers)
+    except Refusal as refusal:
+        refuse(*refusal.reasons)
+
+
+def _created(plan: Plan, output: Path | None, name: str) -> Plan:
+    """The plan of the run whose folder was written, under another name where it was taken."""
+    from dschat_tui.runs.preflight import Taken
+
+    while True:
+        try:
+            plan.create(name)
+            return plan
+        except Taken as taken:
+            if output is not None:
+                refuse(*taken.reasons)
+        except OSError as error:
+            refuse(f"cannot write the run's folder {plan.run.path}: {error.strerror}")
+        plan = _plan(plan.config, output, name, [step.number for step in plan.steps])
 
 
 def resume_and_watch(

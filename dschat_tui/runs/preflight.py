@@ -16,10 +16,10 @@ from typing import TypedDict
 
 from dschat_tui.machine import GIB
 from dschat_tui.runs import control, hosts, launch, memory_plan
-from dschat_tui.runs.folder import RunFolder
+from dschat_tui.runs.folder import RunFolder, RunIsHeld
 from dschat_tui.runs.models import Origin, actor_of, reward_of
 from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
-from engine.config.loading import ConfigError, get_value, load_config, options
+from engine.config.loading import ConfigError, get_value, load_config, options, to_yaml
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
 from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName
@@ -41,14 +41,46 @@ class Refusal(Exception):
         self.reasons = reasons
 
 
+class Taken(Refusal):
+    """Another process has started a run in the folder since the checks."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A run that passed the checks; `notes` is what the user should know before it starts."""
+    """A run that passed the checks.
+
+    Attributes:
+        state: of a run that is in the folder already; None in a new one.
+        notes: what the user should know before it starts.
+    """
 
     config: RunConfig
     run: RunFolder
     steps: list[Step]
+    state: RunState | None
     notes: list[str]
+
+    def create(self, profile: str) -> None:
+        """Write the run's folder. Of several processes that create the same run, one does.
+
+        Raises:
+            Taken: another one did.
+            OSError: the folder cannot be written.
+        """
+        self.run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.run.lock(wait=False):
+                if self.run.read_state() == self.state:
+                    self.run.create(to_yaml(self.config), profile, self.steps)
+                    return
+        except RunIsHeld:
+            pass  # by the process that creates the run, or by its supervisor already
+        raise Taken(
+            [
+                f"--output {self.run.path}: another process has just started a run there. "
+                "Choose another --output"
+            ]
+        )
 
 
 def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
@@ -80,7 +112,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
-    return Plan(config, run, steps, _notes(config, steps))
+    return Plan(config, run, steps, state, _notes(config, steps))
 
 
 def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) -> list[str]:

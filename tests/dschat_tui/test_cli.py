@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dschat_tui.cli.main import app
+from dschat_tui.runs import preflight, supervisor
 from engine.config.loading import profile_names
 from engine.log import write
 
@@ -133,6 +134,26 @@ def test_a_run_without_output_takes_the_next_free_name(elsewhere):
         outputs.append(json.loads(result.stdout)["output"])
         Path(outputs[-1]).mkdir(parents=True)
     assert [Path(output).name for output in outputs] == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_starts_at_once_train_in_folders_of_their_own_or_are_refused(elsewhere, monkeypatch):
+    started = []
+    monkeypatch.setattr(supervisor, "start", lambda run: started.append(run.path.name))
+    prepare = preflight.prepare
+
+    def while_another_starts(config, output, numbers):
+        plan = prepare(config, output, numbers)
+        if output.name != "tiny-2":
+            prepare(config, output, numbers).create("the other")
+        return plan
+
+    monkeypatch.setattr(preflight, "prepare", while_another_starts)
+    result = dschat("run", "--detach", "--json")
+    assert json.loads(result.stdout)["name"] == "tiny-2"
+    result = dschat("run", "--detach", "--json", "--output", "mine")
+    assert result.exit_code == 2
+    assert "another process has just started a run there" in result.stderr
+    assert started == ["tiny-2"]
 
 
 def write_log(path: Path) -> Path:

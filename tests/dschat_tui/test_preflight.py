@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from dschat_tui.cli.main import app
 from dschat_tui.runs import preflight
 from dschat_tui.runs.folder import RunFolder
 from dschat_tui.runs.identity import process_identity
-from dschat_tui.runs.preflight import Refusal, differences, model_facts, prepare
+from dschat_tui.runs.preflight import Refusal, Taken, differences, model_facts, prepare
 from dschat_tui.runs.state import DONE
 from engine.config.loading import load_config, load_profile, resolve, to_yaml
 from engine.config.schema import RunConfig
@@ -300,3 +302,30 @@ def test_lora_targets_that_match_nothing_are_refused_before_the_start(tmp_path: 
         prepare(config, tmp_path / "run", None)
     config = load_profile("tiny", ["actor.lora.rank=4", "actor.lora.targets=q_proj"])
     prepare(config, tmp_path / "run", None)
+
+
+def test_of_several_starts_at_once_one_gets_the_folder(tmp_path):
+    plans = [prepare(config(), tmp_path / "run", None) for _ in range(8)]
+    barrier = threading.Barrier(len(plans))
+
+    def create(index: int) -> bool:
+        barrier.wait()
+        try:
+            plans[index].create(f"profile {index}")
+        except Taken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(plans)) as pool:
+        winners = [index for index, won in enumerate(pool.map(create, range(len(plans)))) if won]
+    assert len(winners) == 1
+    state = RunFolder(tmp_path / "run").read_state()
+    assert state is not None
+    assert state["profile"] == f"profile {winners[0]}"
+
+
+def test_a_folder_that_a_supervisor_holds_is_taken(tmp_path):
+    plan = prepare(config(), tmp_path / "run", None)
+    (tmp_path / "run").mkdir()
+    with RunFolder(tmp_path / "run").lock(wait=False), pytest.raises(Taken):
+        plan.create("test")

@@ -97,11 +97,10 @@ def start(config: RunConfig, profile: str, output: Path) -> Started:
     """Check a run, make its folder and start its supervisor, as `dschat run` does."""
     from dschat_tui.runs import supervisor
     from dschat_tui.runs.preflight import Refusal, prepare
-    from engine.config.loading import to_yaml
 
     try:
         plan = prepare(config, output, None)
-        plan.run.create(to_yaml(plan.config), profile, plan.steps)
+        plan.create(profile)
         supervisor.start(plan.run)
     except Refusal as refusal:
         return Started(output, refusal.reasons)
