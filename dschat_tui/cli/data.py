@@ -40,6 +40,9 @@ def list_data_sets(json_output: JsonFlag = False) -> None:
     from dschat_tui.cli import data_report
     from engine.data import catalogue
 
+    if not json_output:
+        typer.echo(data_report.as_table(catalogue.DATA_SETS))
+        return
     entries = [
         {
             "name": entry.name,
@@ -51,7 +54,7 @@ def list_data_sets(json_output: JsonFlag = False) -> None:
         }
         for entry in catalogue.DATA_SETS
     ]
-    typer.echo(json.dumps(entries, indent=2) if json_output else data_report.as_table(entries))
+    typer.echo(json.dumps(entries, indent=2))
 
 
 @data_app.command(name="inspect")

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from dschat_tui.text import aligned, clean
 from engine.config.steps import pipeline
+
+if TYPE_CHECKING:
+    from engine.data.catalogue import Entry
+    from engine.data.inspection import Bin, Inspection, Sample
 
 BAR_WIDTH = 40
 SHOWN_CHARACTERS = 600
 LEARNT, NOT_LEARNT = "32", "2"
 
 
-def as_table(entries: list[dict[str, Any]]) -> str:
+def as_table(entries: Sequence[Entry]) -> str:
     """The known data sets, one per line."""
     header = ["name", "language", "steps", "licence", "size"]
     rows = [
-        [e["name"], e["language"], ",".join(map(str, e["steps"])), e["licence"], e["size"]]
-        for e in entries
+        [each.name, each.language, ",".join(map(str, each.steps)), each.licence, each.size]
+        for each in entries
     ]
     return aligned(header, rows)
 
 
-def as_text(document: dict[str, Any], color: bool = False) -> str:
+def as_text(document: Inspection, color: bool = False) -> str:
     """The report on one data set; words say, beside the colour, whether a token is learnt."""
     parts = ["\n".join(_head(document)), _lengths(document)]
-    if document.get("limits"):
+    if "limits" in document:
         parts.append(_limits(document))
     pairs = document.get("pairs")
     if pairs:
@@ -50,7 +54,7 @@ def _titles(alignment: str) -> dict[str, str]:
     return {str(step.number): f"{step.number} {step.title}" for step in steps}
 
 
-def _head(document: dict[str, Any]) -> Iterator[str]:
+def _head(document: Inspection) -> Iterator[str]:
     rows = document["rows"]
     held_out = "" if rows["held_out"] is None else f", {rows['held_out']} of its own test part"
     yield clean(document["source"])
@@ -61,24 +65,29 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
             first = clean(rows["first_dropped"][reason])
             yield f"        {count} left out ({reason}), first {first}"
     for step, title in _titles(document["alignment"]).items():
-        reason = document["steps"][step]["reason"]
-        yield f"step {title}: " + (f"no: {reason}" if reason else "yes")
+        why_not = document["steps"][step]["reason"]
+        yield f"step {title}: " + (f"no: {why_not}" if why_not else "yes")
 
 
-def _lengths(document: dict[str, Any]) -> str:
+def _lengths(document: Inspection) -> str:
     eos, lengths = document["eos"], document["lengths"]
     title = (
         f"tokens of {document['rows']['looked_at']} rows (tokenizer of "
         f"{clean(document['tokenizer'])}, EOS {clean(eos['token'])} = {eos['id']})"
     )
-    names = [name for name, found in lengths.items() if name != "histogram" and found]
-    ends = ("least", "median", "p95", "greatest")
-    rows = [[name.replace("_", " "), *(str(lengths[name][end]) for end in ends)] for name in names]
+    spreads = {
+        "text": lengths.get("text"),
+        "prompt": lengths.get("prompt"),
+        "chosen": lengths.get("chosen"),
+        "rejected": lengths.get("rejected"),
+        "prompt and chosen": lengths.get("prompt_and_chosen"),
+    }
+    rows = [[name, *map(str, found.values())] for name, found in spreads.items() if found]
     table = aligned(["", "least", "median", "95 %", "greatest"], rows)
     return "\n".join([title, table, *_bars(lengths["histogram"])])
 
 
-def _bars(bins: list[dict[str, int]]) -> Iterator[str]:
+def _bars(bins: list[Bin]) -> Iterator[str]:
     """The last length's histogram, a bar of text per bin."""
     most = max((found["rows"] for found in bins), default=0)
     for found in bins:
@@ -86,7 +95,7 @@ def _bars(bins: list[dict[str, int]]) -> Iterator[str]:
         yield f"  up to {found['up_to']:>6} |{bar:<{BAR_WIDTH}}| {found['rows']}"
 
 
-def _limits(document: dict[str, Any]) -> str:
+def _limits(document: Inspection) -> str:
     header = ["step", "limit", "rows", "truncated", "too long", "identical", "with EOS", "learnt"]
     rows = []
     for step, found in document["limits"].items():
@@ -111,26 +120,32 @@ def _part(count: int, total: int) -> str:
     return f"{count} ({count / total:.0%})" if count else "0"
 
 
-def _sample(sample: dict[str, Any], titles: dict[str, str], color: bool) -> Iterator[str]:
-    if "step" not in sample:
+def _sample(sample: Sample, titles: dict[str, str], color: bool) -> Iterator[str]:
+    text = sample.get("text")
+    if isinstance(text, str):
         yield f"row {sample['row']}"
-        yield _quoted(sample["text"])
+        yield _quoted(text)
         return
     cut = ", cut" if sample.get("truncated") else ""
     title = f"row {sample['row']} as step {titles[str(sample['step'])]} sees it"
     if "left_out" in sample:
         yield f"{title}: left out ({sample['left_out']})"
-    elif "text" in sample:
+    elif text is not None:
         yield f"{title}: {sample['tokens']} tokens, {sample['learnt']} of them learnt{cut}"
-        for text, learnt in sample["text"]:
+        for piece, learnt in text:
             style = (LEARNT if learnt else NOT_LEARNT) if color else ""
-            yield _quoted(text, "learnt     | " if learnt else "not learnt | ", style)
+            yield _quoted(piece, "learnt     | " if learnt else "not learnt | ", style)
     else:
         yield title + cut
-        for name in ("prompt", "chosen", "rejected"):
-            if name in sample:
-                label = f"{name}, {sample[f'{name}_tokens']} tokens"
-                yield _quoted(sample[name], f"{label:<20} | ")
+        texts = {
+            "prompt": (sample.get("prompt"), sample.get("prompt_tokens")),
+            "chosen": (sample.get("chosen"), sample.get("chosen_tokens")),
+            "rejected": (sample.get("rejected"), sample.get("rejected_tokens")),
+        }
+        for name, (shown, tokens) in texts.items():
+            if shown is not None:
+                label = f"{name}, {tokens} tokens"
+                yield _quoted(shown, f"{label:<20} | ")
 
 
 def _quoted(text: str, label: str = "| ", style: str = "") -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.schema import DataSource, RunConfig
@@ -22,6 +23,117 @@ Piece = tuple[str, bool]
 """Decoded text, and whether its tokens are trained on."""
 
 
+class RowCounts(TypedDict):
+    """Rows of a source; `first_dropped` says where the first of each reason is."""
+
+    usable: int
+    held_out: int | None
+    dropped: dict[str, int]
+    first_dropped: dict[str, str]
+    looked_at: int
+
+
+class Serving(TypedDict):
+    """Whether a source serves a step, and if not why."""
+
+    serves: bool
+    reason: str | None
+
+
+class Eos(TypedDict):
+    """The token that ends an answer."""
+
+    token: str
+    id: int
+
+
+class Spread(TypedDict):
+    """Lengths in tokens."""
+
+    least: int
+    median: int
+    p95: int
+    greatest: int
+
+
+class Bin(TypedDict):
+    """Rows of a histogram's bin, by the greatest length in it."""
+
+    up_to: int
+    rows: int
+
+
+class Lengths(TypedDict, total=False):
+    """Tokens before anything is cut: of text, or of prompt and answers; None without such rows."""
+
+    text: Spread | None
+    prompt: Spread | None
+    chosen: Spread | None
+    rejected: Spread | None
+    prompt_and_chosen: Spread | None
+    histogram: list[Bin]
+
+
+class PairCounts(TypedDict):
+    """Pairs for step 2: how many are identical, in how many chosen has more tokens."""
+
+    count: int
+    identical: int
+    chosen_longer: int
+    chosen_longer_share: float
+
+
+class StepLimits(TypedDict):
+    """What a step's limit in tokens does to the rows that serve it."""
+
+    max_tokens: int
+    rows: int
+    kept: int
+    truncated: int
+    dropped_long: int
+    dropped_identical: int
+    truncated_share: float | None
+    with_eos: int | None
+    trained_token_share: float | None
+
+
+class Sample(TypedDict, total=False):
+    """A row as a step sees it; of plain text only `row` and `text`."""
+
+    row: int
+    step: int
+    left_out: str
+    truncated: bool
+    tokens: int
+    learnt: int
+    text: str | list[Piece]
+    prompt: str
+    prompt_tokens: int
+    chosen: str
+    chosen_tokens: int
+    rejected: str
+    rejected_tokens: int
+
+
+class Inspection(TypedDict, total=False):
+    """All about one data set. Plain text has none of `pairs`, `limits` and `rendered`."""
+
+    source: str
+    schema: str
+    rows: RowCounts
+    steps: dict[str, Serving]
+    alignment: str
+    template: str
+    eos: Eos
+    lengths: Lengths
+    samples: list[Sample]
+    pairs: PairCounts | None
+    limits: dict[str, StepLimits]
+    rendered: dict[str, str]
+    profile: str
+    tokenizer: str
+
+
 def inspect(
     config: RunConfig,
     source: DataSource,
@@ -30,8 +142,8 @@ def inspect(
     most_rows: int,
     samples: int,
     note: Note = lambda _: None,
-) -> dict[str, Any]:
-    """All about one data set under a configuration, as a JSON-able document.
+) -> Inspection:
+    """All about one data set under a configuration.
 
     The tokenizer carries the template of the run; `own_template` is the one that came with it.
     Figures on tokens are of `rows.looked_at` rows, spread evenly over the training part.
@@ -47,7 +159,7 @@ def inspect(
     reasons = loaded.schema.step_reasons(config.needs_reward_model)
     if config.alignment == "dpo":
         reasons[3] = "a run with alignment=dpo ends after step 2"
-    document: dict[str, Any] = {
+    document: Inspection = {
         "source": source.path,
         "schema": loaded.schema.describe(),
         "rows": {
@@ -63,7 +175,12 @@ def inspect(
         "eos": {"token": str(tokenizer.eos_token), "id": tokenizer.eos_token_id},
     }
     if loaded.is_text:
-        return {**document, **_text_figures(rows, first[:samples], tokenizer)}
+        lengths = [len(encode_document(text, tokenizer)) + 1 for text in rows["text"][:]]
+        document["lengths"] = {"text": _spread(lengths), "histogram": histogram(lengths)}
+        document["samples"] = [
+            {"row": number, "text": row["text"]} for number, row in enumerate(first[:samples], 1)
+        ]
+        return document
     note(f"tokenising {len(rows)} rows")
     served = {step: phase for step, phase in enumerate(PHASES, 1) if not reasons[step]}
     return {
@@ -120,7 +237,7 @@ def _serves(row: Row, phase: Phase) -> bool:
     return row["phases"] is None or phase in row["phases"]
 
 
-def histogram(lengths: list[int]) -> list[dict[str, int]]:
+def histogram(lengths: list[int]) -> list[Bin]:
     """Rows by length, in bins up to powers of two: `up_to` (inclusive) and `rows`."""
     if not lengths:
         return []
@@ -128,25 +245,14 @@ def histogram(lengths: list[int]) -> list[dict[str, int]]:
     return [{"up_to": 2**n, "rows": bins[n]} for n in range(min(bins), max(bins) + 1)]
 
 
-def _spread(lengths: list[int]) -> dict[str, Any] | None:
+def _spread(lengths: list[int]) -> Spread | None:
     if not lengths:
         return None
     median, high = (int(value) for value in np.percentile(lengths, (50, 95), method="lower"))
     return {"least": min(lengths), "median": median, "p95": high, "greatest": max(lengths)}
 
 
-def _text_figures(
-    rows: Any, first: list[Row], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    lengths = [len(encode_document(text, tokenizer)) + 1 for text in rows["text"][:]]
-    samples = [{"row": number, "text": row["text"]} for number, row in enumerate(first, 1)]
-    return {
-        "lengths": {"text": _spread(lengths), "histogram": histogram(lengths)},
-        "samples": samples,
-    }
-
-
-def _lengths(rows: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _lengths(rows: Dataset, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Lengths:
     """Tokens of prompt and answers (with EOS) before anything is cut."""
     found: dict[str, list[int]] = {"prompt": [], "chosen": [], "rejected": []}
     whole = []
@@ -159,13 +265,18 @@ def _lengths(rows: Any, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
                 found[name].append(length)
                 if name == "chosen":
                     whole.append(prompt + length)
-    spreads = {name: _spread(lengths) for name, lengths in found.items()}
-    return {**spreads, "prompt_and_chosen": _spread(whole), "histogram": histogram(whole)}
+    return {
+        "prompt": _spread(found["prompt"]),
+        "chosen": _spread(found["chosen"]),
+        "rejected": _spread(found["rejected"]),
+        "prompt_and_chosen": _spread(whole),
+        "histogram": histogram(whole),
+    }
 
 
 def _pairs(
-    rows: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig
-) -> dict[str, Any] | None:
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, config: RunConfig
+) -> PairCounts | None:
     """Pairs for step 2: how many, how many are identical, in how many chosen has more tokens."""
     pairs = [
         (row["chosen"], row["rejected"])
@@ -188,10 +299,10 @@ def _pairs(
 
 
 def _limits(
-    rows: Any, served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+    rows: Dataset, served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, StepLimits]:
     """For each step that is served: its token limit, and what is cut, left out and trained on."""
-    found = {}
+    found: dict[str, StepLimits] = {}
     for step, phase in served.items():
         tally: Counter[str] = Counter()
         seen = with_eos = 0
@@ -207,11 +318,13 @@ def _limits(
                 encoded[k] for k in ("input_ids", "chosen_ids", "rejected_ids") if k in encoded
             ]
             with_eos += all(ids[-1] == tokenizer.eos_token_id for ids in answers)
-        names = ("kept", "truncated", "dropped_long", "dropped_identical")
         found[str(step)] = {
             "max_tokens": max_tokens(config, phase),
             "rows": seen,
-            **{name: tally[name] for name in names},
+            "kept": tally["kept"],
+            "truncated": tally["truncated"],
+            "dropped_long": tally["dropped_long"],
+            "dropped_identical": tally["dropped_identical"],
             "truncated_share": tally["truncated"] / seen if seen else None,
             "with_eos": None if phase == "ppo" else with_eos,
             "trained_token_share": tally["trained_tokens"] / tally["tokens"]
@@ -246,14 +359,14 @@ def _rendered(
 
 def _samples(
     rows: list[Row], served: dict[int, Phase], config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Sample]:
     """Rows as each step that uses them sees them."""
     needs = {"sft": ("chosen",), "reward": ("chosen", "rejected"), "ppo": ()}
     for number, row in enumerate(rows, 1):
         for step, phase in served.items():
             if not _serves(row, phase) or any(row[name] is None for name in needs[phase]):
                 continue
-            sample: dict[str, Any] = {"row": number, "step": step}
+            sample: Sample = {"row": number, "step": step}
             tally: Counter[str] = Counter()
             encoded = encode_row(row, phase, config, tokenizer, tally)
             if encoded is None:
@@ -266,9 +379,10 @@ def _samples(
                 learnt = sum(label != IGNORED for label in encoded["labels"])
                 yield {**sample, "tokens": len(encoded["labels"]), "learnt": learnt, "text": pieces}
             else:
+                texts: Sample = {}
                 for name in ("prompt", "chosen", "rejected"):
                     ids = encoded.get(f"{name}_ids")
                     if ids is not None:
-                        sample[name] = tokenizer.decode(ids, skip_special_tokens=False)
-                        sample[f"{name}_tokens"] = len(ids)
-                yield sample
+                        text = tokenizer.decode(ids, skip_special_tokens=False)
+                        texts |= {name: text, f"{name}_tokens": len(ids)}  # type: ignore[misc]
+                yield {**sample, **texts}
