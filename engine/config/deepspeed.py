@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from engine.config.schema import RoleConfig, RunConfig
 from engine.config.steps import RoleName
+
+EngineConfig = dict[str, Any]
+"""DeepSpeed's own configuration, whose keys and types are DeepSpeed's."""
+
+
+class RoleLayout(TypedDict):
+    """How a trained model is laid out, as arguments of `deepspeed_config`."""
+
+    zero_stage: int
+    offload: bool
+    nvme_path: str | None
+    zero_options: EngineConfig
 
 
 def deepspeed_config(
@@ -18,10 +29,10 @@ def deepspeed_config(
     accumulation: int,
     ranks: int,
     max_gradient_norm: float | None = None,
-    zero_options: Mapping[str, Any] | None = None,
+    zero_options: EngineConfig | None = None,
     nvme_path: str | None = None,
     monitor: tuple[str, str] | None = None,
-) -> dict[str, Any]:
+) -> EngineConfig:
     """The configuration of one engine.
 
     Args:
@@ -36,7 +47,7 @@ def deepspeed_config(
         nvme_path: folder for what is offloaded, in place of host memory.
         monitor: folder and job name of TensorBoard events, written by rank 0.
     """
-    zero: dict[str, Any] = {"stage": zero_stage}
+    zero: EngineConfig = {"stage": zero_stage}
     place = {"device": "cpu"} if nvme_path is None else {"device": "nvme", "nvme_path": nvme_path}
     if zero_stage == 3:
         # Shards of small parameters cost more to gather than they save.
@@ -45,7 +56,7 @@ def deepspeed_config(
     if offload and max_gradient_norm is not None:
         zero["offload_optimizer"] = place
     zero |= zero_options or {}
-    config: dict[str, Any] = {
+    config: EngineConfig = {
         "train_batch_size": micro_batch_size * accumulation * ranks,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -70,13 +81,10 @@ def deepspeed_config(
     return config
 
 
-def role_layout(config: RunConfig, role: RoleName) -> dict[str, Any]:
-    """How a trained model is laid out, as arguments of `deepspeed_config`.
-
-    MixZ concerns only the actor.
-    """
+def role_layout(config: RunConfig, role: RoleName) -> RoleLayout:
+    """How a role's model is laid out; MixZ concerns only the actor."""
     options: RoleConfig = getattr(config, role)
-    zero_options: dict[str, Any] = {}
+    zero_options: EngineConfig = {}
     mixz = role == "actor" and config.mixz.enabled
     if options.zero_quantized_weights:
         zero_options["zero_quantized_weights"] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow.compute
@@ -13,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from engine.data.encoding import IGNORED
+from engine.data.files import Row
 from engine.data.order import shuffled
 
 
@@ -110,10 +110,10 @@ class SftCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask`, `labels` (-100 on padding), each `(batch, seq)`."""
         ids = [row["input_ids"] for row in rows]
-        labels = [row.get("labels", row["input_ids"]) for row in rows]
+        labels = [row["labels"] if "labels" in row else row["input_ids"] for row in rows]
         return {
             "input_ids": _padded(ids, self.pad_token_id),
             "attention_mask": _mask(ids),
@@ -127,7 +127,7 @@ class PairCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask`, each `(2 * pairs, seq)`: all chosen, then all rejected."""
         ids = [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows]
         return {"input_ids": _padded(ids, self.pad_token_id), "attention_mask": _mask(ids)}
@@ -137,7 +137,7 @@ class PairCollator:
 class LabelledPairCollator(PairCollator):
     """Rows of pairs with their `prompt_length` to tensors that mark which tokens are answers."""
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """As `PairCollator`, and `labels` `(2 * pairs, seq)`: -100 on prompts and padding."""
         batch = super().__call__(rows)
         starts = torch.tensor([row["prompt_length"] for row in rows] * 2).unsqueeze(1)
@@ -152,7 +152,7 @@ class PromptCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask`, each `(batch, seq)`."""
         ids = [row["prompt_ids"] for row in rows]
         return {

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 import pyarrow
 from datasets import Dataset, Features
 
-from engine.data.files import DataError
+from engine.data.files import DataError, Row
 
 ROWS_A_BATCH = 512
 _SAMPLES = 8
@@ -44,7 +43,7 @@ def cache_root(cache_dir: str | None) -> Path:
     return root
 
 
-def fingerprint(*parts: Any) -> str:
+def fingerprint(*parts: object) -> str:
     """A short hash of JSON-able values, the same in every process."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
@@ -143,11 +142,11 @@ def work_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(work, ignore_errors=True)
 
 
-def write_rows(file: Path, rows: Iterable[dict[str, Any]], features: Features) -> None:
+def write_rows(file: Path, rows: Iterable[Row], features: Features) -> None:
     """Write rows as an Arrow stream, a few hundred in memory at a time."""
     schema = features.arrow_schema
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-        batch: list[dict[str, Any]] = []
+        batch: list[Row] = []
         for row in rows:
             batch.append(row)
             if len(batch) == ROWS_A_BATCH:

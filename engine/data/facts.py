@@ -11,7 +11,8 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+
+from engine.data.files import Row
 
 SEED = 20230802
 
@@ -278,7 +279,7 @@ def questions(part: str) -> Iterator[Question]:
                     yield Question(table, subject, wording)
 
 
-def rows(part: str) -> Iterator[dict[str, Any]]:
+def rows(part: str) -> Iterator[Row]:
     """Rows in the form of `engine.data.schemas`, each with the phases that it serves.
 
     For every question: two `sft` rows (curt and friendly), four `reward` pairs (two in `eval`),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
 
-def shuffled(count: int, *key: Any) -> np.ndarray:
+def shuffled(count: int, *key: object) -> np.ndarray:
     """A permutation of `range(count)`, int64 `(count,)`, decided by the key alone.
 
     Sorts the indices by a hash (the finaliser of SplitMix64, Steele et al. 2014): library

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -49,7 +48,7 @@ class PhaseData:
 
     train: Dataset
     eval: Dataset
-    counts: dict[str, Any]
+    counts: dict[str, float | None]
 
 
 def build_phase(
@@ -106,7 +105,7 @@ def build_phase(
 
 def eval_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, note: Note = lambda _: None
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """The held-out prompts in the order of phase ppo's eval rows.
 
     Each has `row`, `prompt` (messages, as cut), `prompt_ids`, `references` (list or None),
@@ -215,7 +214,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return fingerprint(type(tokenizer).__name__, state, special, tokenizer.chat_template)
 
 
-def _options(config: RunConfig, phase: Phase) -> list[Any]:
+def _options(config: RunConfig, phase: Phase) -> list[object]:
     data = config.data
     common = [config.seed, data.split, data.eval_share, data.eval_rows, data.template]
     common += [bool(config.models.trained_reward), config.alignment, config.needs_reward_model]
@@ -294,7 +293,7 @@ def _rows(parts: list[Part]) -> Iterator[Row]:
         yield from part.rows.select(part.indices)
 
 
-def _summary(tally: Counter[str], dropped: Counter[str], phase: Phase) -> dict[str, Any]:
+def _summary(tally: Counter[str], dropped: Counter[str], phase: Phase) -> dict[str, float | None]:
     names = ("rows", "truncated", "dropped_long", "dropped_identical")
     share = tally["trained_tokens"] / max(tally["tokens"], 1) if phase == "sft" else None
     return {
@@ -305,7 +304,7 @@ def _summary(tally: Counter[str], dropped: Counter[str], phase: Phase) -> dict[s
     }
 
 
-def _no_rows(config: RunConfig, phase: Phase, counts: dict[str, Any]) -> str:
+def _no_rows(config: RunConfig, phase: Phase, counts: dict[str, float | None]) -> str:
     names = ", ".join(source.path for source in config.data.sources)
     step = PHASES.index(phase) + 1
     lost = [f"{counts[name]} {name}" for name in ("dropped_long", "dropped_identical")]

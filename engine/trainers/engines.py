@@ -17,6 +17,7 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from engine.config.deepspeed import EngineConfig
 from engine.config.schema import StepConfig
 from engine.distributed import world_size
 from engine.models.quantization import describe_quantizer, install_quantizer
@@ -27,7 +28,7 @@ from engine.trainers.overflow import log_overflows, loss_scale, scale_updated_af
 
 
 @contextmanager
-def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
+def zero3_loading(config: EngineConfig) -> Iterator[None]:
     """Let transformers load a model into ZeRO-3 shards, if the configuration asks for ZeRO-3.
 
     No rank ever holds the whole model then.
@@ -53,7 +54,7 @@ def zero3_loading(config: dict[str, Any]) -> Iterator[None]:
 
 def training_engine(
     model: nn.Module,
-    config: dict[str, Any],
+    config: EngineConfig,
     groups: list[dict[str, Any]],
     options: StepConfig,
     total_steps: int,
@@ -98,7 +99,7 @@ def training_engine(
     return engine
 
 
-def frozen_engine(model: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+def frozen_engine(model: nn.Module, config: EngineConfig) -> deepspeed.DeepSpeedEngine:
     """Wrap a model that only computes: the reference, or the reward model of step 3."""
     model.requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -165,12 +166,12 @@ def _undo_first_step(wrapper: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         group.pop("step", None)
 
 
-def _quantizes_weights(zero: dict[str, Any]) -> bool:
+def _quantizes_weights(zero: EngineConfig) -> bool:
     options = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
     return any(zero.get(option) for option in options)
 
 
-def _check_device(zero: dict[str, Any]) -> None:
+def _check_device(zero: EngineConfig) -> None:
     """Refuse options that need DeepSpeed kernels which do not load here."""
     if zero.get("zero_quantized_gradients"):
         missing = why_not_loaded("QuantizerBuilder")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config.deepspeed import deepspeed_config, role_layout
+from engine.config.deepspeed import EngineConfig, deepspeed_config, role_layout
 from engine.config.schema import PretrainingStyleStep, RoleConfig, StepConfig
 from engine.config.steps import RoleName
 from engine.distributed import world_size
@@ -104,7 +103,7 @@ def parameter_count(model: nn.Module) -> int:
 
 def frozen_config(
     context: StepContext, layout: RoleConfig, offload: bool, plan: BatchPlan
-) -> dict[str, Any]:
+) -> EngineConfig:
     """DeepSpeed's configuration of a model that is not trained: it has only weights to shard."""
     return deepspeed_config(
         zero_stage=3 if layout.zero_stage == 3 or offload else 0,
