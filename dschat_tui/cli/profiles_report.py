@@ -145,4 +145,6 @@ def _step_memory(profile: Profile) -> list[str]:
 def _settings(profile: Profile) -> str:
     assert profile.config is not None
     changed = differences(RunConfig(), profile.config)
-    return ", ".join(f"`{change.key}` {option_text(change.after)}" for change in changed)
+    # files beside the profile by their names, so that the page is the same on every machine
+    texts = (option_text(change.after).replace(f"{profile.file.parent}/", "") for change in changed)
+    return ", ".join(f"`{c.key}` {text}" for c, text in zip(changed, texts, strict=True))
