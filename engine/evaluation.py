@@ -275,6 +275,7 @@ def sample_log_probs(bench: Bench, model: nn.Module, sample: Sample) -> Tensor:
     ids, mask = sample.ids.to(bench.device), sample.attention_mask.to(bench.device)
     logits = model(input_ids=ids, attention_mask=mask, **position_arguments(model, mask)).logits
     width = sample.answers.shape[1]
+    # The logits at a position are those of the next token.
     return token_log_probs(logits[:, -width - 1 : -1], ids[:, -width:]).cpu()
 
 

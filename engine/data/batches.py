@@ -18,6 +18,7 @@ from engine.data.order import shuffled
 
 def row_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
     """Tokens of each row, int64 `(rows,)`: of the longest of the named columns."""
+    # By Arrow: reading the rows would decode every token of the data set.
     table = dataset.with_format("arrow")[:]
     lengths = np.zeros(len(dataset), dtype=np.int64)
     for column in columns:
@@ -68,23 +69,24 @@ class GlobalBatches:
         ranks: int,
         micro_batch_size: int | None = None,
     ) -> list[list[int]]:
-        """One rank's part of a global batch in micro batches; every rank gets as many rows.
+        """One rank's part of a global batch in micro batches; all ranks get equally many rows.
 
-        Rows are dealt by length, so ranks have about the same number of tokens and a micro batch
-        has rows of about the same length. Rows that do not
-        divide by the ranks (only in a data set smaller than one batch) are left out.
+        Rows are distributed by length, so that ranks have about the same number of tokens and a
+        micro batch has rows of about the same length. Rows that do not divide by the ranks (only
+        in a data set smaller than one batch) are left out.
 
         Raises:
             ValueError: fewer rows than ranks.
         """
         if len(global_batch) < ranks:
             raise ValueError(
-                f"A batch of {len(global_batch)} rows cannot be dealt to {ranks} ranks; "
+                f"A batch of {len(global_batch)} rows cannot be distributed over {ranks} ranks; "
                 "use more data, a larger batch size or fewer ranks."
             )
         rows = np.asarray(global_batch)
         rows = rows[np.argsort(-self.lengths[rows], kind="stable")]
         rows = rows[: len(rows) // ranks * ranks].reshape(-1, ranks)
+        # Alternating directions: otherwise rank 0 would get the longest row every time.
         rows[1::2] = rows[1::2, ::-1].copy()
         mine = rows[:, rank].tolist()
         size = micro_batch_size or len(mine)

@@ -237,6 +237,7 @@ def _split(
         order = shuffled(len(source.train), config.seed, "held out", number)
         if source.eval is None:
             share = round(config.data.eval_share * len(order))
+            # At least one row is held out, and at least one is left to train on.
             count = min(max(share, 1), config.data.eval_rows, len(order) - 1)
             held_out.append(Part(source.train, order[:count]))
             order = order[count:]
@@ -249,8 +250,10 @@ def _split(
             share if name in source.phases & _wanted(config, sources) else 0.0
             for name, share in zip(PHASES, config.data.split, strict=True)
         ]
+        # Bounds are rounded after summing, so that phases neither overlap nor leave a gap.
         bounds = np.cumsum([0.0, *shares]) / (sum(shares) or 1.0)
         start, end = (round(b * len(free)) for b in bounds[PHASES.index(phase) :][:2])
+        # Sorted, since memory-mapped rows are fastest to read in order.
         train.append(Part(source.train, np.sort(np.concatenate([named, free[start:end]]))))
     held_out = [
         Part(part.rows, np.concatenate(_by_phase(part.rows, part.indices, phase)))

@@ -21,6 +21,7 @@ def log_overflows() -> None:
 
     Its other lines at level INFO stay hidden.
     """
+    # DeepSpeed's loss scalers log an overflow at level INFO, in a function named update_scale.
     logger.setLevel(min(logger.level, logging.INFO))
     for handler in logger.handlers:
         if handler.level > logging.INFO:
@@ -77,6 +78,8 @@ def _overflowed(engine: DeepSpeedEngine) -> bool:
     DeepSpeed checks this once per step and resets it, so the step must be given the result.
     """
     optimizer = engine.optimizer
+    # Stage 0's wrappers have a checker; ZeRO's optimizers have a method of their own, whose
+    # argument is whether each rank holds only a part of the gradients.
     if hasattr(optimizer, "overflow_checker"):
         return bool(optimizer.overflow_checker.check())
     return bool(optimizer.has_overflow(engine.zero_optimization_stage() > 1))

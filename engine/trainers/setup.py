@@ -78,6 +78,7 @@ def trained_model(
     )
     with zero3_loading(engine_config):
         model = load()
+    # Before adapters are added, which do not count.
     shape, parameters = ModelShape.if_known(model.config.to_dict()), parameter_count(model)
     if layout.gradient_checkpointing:
         plain = model.model if isinstance(model, RewardModel) else model

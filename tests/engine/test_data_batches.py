@@ -80,7 +80,7 @@ def test_ranks_get_about_the_same_number_of_tokens():
 def test_fewer_rows_than_ranks_is_an_error():
     batches = GlobalBatches([1, 2, 3], 3, seed=1)
     assert [len(batches.local_micro_batches([0, 1, 2], r, 2)[0]) for r in range(2)] == [1, 1]
-    with pytest.raises(ValueError, match="3 rows cannot be dealt to 4 ranks"):
+    with pytest.raises(ValueError, match="3 rows cannot be distributed over 4 ranks"):
         batches.local_micro_batches([0, 1, 2], 0, 4)
 
 
