@@ -16,7 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import psutil
 
@@ -67,6 +67,32 @@ print("\\n" + json.dumps(found))
 """
 
 
+class Device(TypedDict):
+    """A device as torch reports it; `memory` and `free` are bytes."""
+
+    name: str
+    memory: int
+    free: int
+
+
+class Torch(TypedDict):
+    """What torch reports of itself."""
+
+    version: str
+    cuda: str | None
+    available: bool
+    devices: list[Device]
+
+
+class DeepSpeed(TypedDict):
+    """What DeepSpeed reports of itself; `ops` is the state of each operator, with a detail."""
+
+    version: str
+    accelerator: str
+    dtypes: list[str]
+    ops: dict[str, dict[str, str]]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One finding: `state` is ok, note or problem; `advice` says what to do, if any."""
@@ -80,9 +106,10 @@ class Finding:
 
 def examine(hostfile: Path | None = None) -> list[Finding]:
     """All findings about this machine, and about the hosts of a hostfile."""
-    torch, torch_finding = _ask_child("torch", TORCH_QUESTIONS)
-    asked = f"OPS = {OPS!r}\n{DEEPSPEED_QUESTIONS}"
-    deepspeed, deepspeed_finding = _ask_child("deepspeed", asked)
+    answer, torch_finding = _ask_child("torch", TORCH_QUESTIONS)
+    torch = cast("Torch | None", answer)
+    answer, deepspeed_finding = _ask_child("deepspeed", f"OPS = {OPS!r}\n{DEEPSPEED_QUESTIONS}")
+    deepspeed = cast("DeepSpeed | None", answer)
     compilers = _compilers(torch.get("cuda") if torch else None)
     findings = [_python(), torch_finding, *_devices(torch, deepspeed), _driver()]
     findings += [deepspeed_finding, *_launcher(), *compilers, *_ops(deepspeed, compilers)]
@@ -99,7 +126,7 @@ def _python() -> Finding:
     return Finding("python", "Python", OK, value)
 
 
-def _ask_child(name: str, code: str) -> tuple[dict[str, Any] | None, Finding]:
+def _ask_child(name: str, code: str) -> tuple[object, Finding]:
     """What a library reports in a process of its own: the last line is JSON."""
     advice = "Install dschat with its dependencies: pip install -e ."
     try:
@@ -129,7 +156,7 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _devices(torch: dict[str, Any] | None, deepspeed: dict[str, Any] | None) -> list[Finding]:
+def _devices(torch: Torch | None, deepspeed: DeepSpeed | None) -> list[Finding]:
     if torch is None:
         return []
     formats = [f", dtype=auto: {name}" for name in (deepspeed["dtypes"] if deepspeed else [])]
@@ -207,7 +234,7 @@ def _nvcc(cuda: str | None) -> Finding:
     return Finding("nvcc", "nvcc", OK, value)
 
 
-def _ops(deepspeed: dict[str, Any] | None, compilers: list[Finding]) -> list[Finding]:
+def _ops(deepspeed: DeepSpeed | None, compilers: list[Finding]) -> list[Finding]:
     """Whether each operator loads, or what the first run that needs it lacks to build it."""
     if deepspeed is None:
         return []

@@ -107,3 +107,11 @@ def test_functions_are_short():
     }
     assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
     assert len(lengths) > 1000
+
+
+def test_the_persons_side_says_what_it_hands_over():
+    """Types at every boundary: `Any` would let a misspelt key of a record through."""
+    for path, tree in sources("dschat_tui"):
+        if path.parts[1] != "dashboard":
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            assert "Any" not in names, path
