@@ -12,7 +12,7 @@ from dschat_tui.machine import GIB, gpu_memory
 from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.runs.models import Origin, actor_of, reward_of
 from dschat_tui.text import gib
-from engine.config.schema import RunConfig
+from engine.config.schema import RlhfConfig, RunConfig
 from engine.config.steps import BY_NAME
 from engine.models import names
 from engine.planning import (
@@ -20,6 +20,7 @@ from engine.planning import (
     Device,
     ModelShape,
     Plan,
+    StepPlan,
     UnknownFamilyError,
     known_config,
     plan_memory,
@@ -41,12 +42,17 @@ class UnplannedFamilyError(PlanError):
 
 @dataclass(frozen=True)
 class Report:
-    """A plan, the memory available, and what makes it fit where it does not."""
+    """A plan, the memory available, and what makes it fit where it does not.
+
+    Attributes:
+        with_critic: step 3 as it would be with PPO's critic; None where it has one.
+    """
 
     plan: Plan
     memory_bytes: int
     host_memory_bytes: int | None
     change: Change | None
+    with_critic: StepPlan | None = None
 
     @property
     def fits(self) -> bool:
@@ -54,7 +60,21 @@ class Report:
         return self.plan.fits(self.memory_bytes, self.host_memory_bytes)
 
     def verdict(self) -> list[str]:
-        """Whether it fits, and the change that makes it fit where one was looked for."""
+        """Whether it fits, the change that makes it fit, and what having no critic saves."""
+        return self._fit() + self._saved()
+
+    def _saved(self) -> list[str]:
+        """What step 3 would take with PPO's critic, and with the reward model that it needs."""
+        if self.with_critic is None:
+            return []
+        on_host = self.plan.device == "cpu"
+        own, other = (
+            gib(step.host_bytes if on_host else step.device_bytes)
+            for step in (self.plan.steps[-1], self.with_critic)
+        )
+        return [f"step 3 takes {own} GiB per rank without a critic, {other} GiB with PPO"]
+
+    def _fit(self) -> list[str]:
         plan = self.plan
         if plan.device == "cpu":
             need = f"{gib(plan.node_host_bytes)} GiB of {gib(self.memory_bytes)} GiB host memory"
@@ -117,7 +137,13 @@ def make(
             device=device,
             nodes=nodes,
         )
-    return Report(plan, memory, host, change)
+    with_critic = None
+    if config.alignment == "ppo" and not config.algorithm.has_critic:
+        ppo = config.model_copy(update={"rlhf": RlhfConfig()})
+        with_critic = plan_memory(
+            ppo, actor, reward, dtype=dtype, device=device, nodes=nodes
+        ).steps[-1]
+    return Report(plan, memory, host, change, with_critic)
 
 
 def on_gpus(config: RunConfig) -> Report:

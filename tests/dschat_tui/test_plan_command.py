@@ -75,6 +75,28 @@ def test_the_table_names_each_step_the_verdict_and_the_change(large):
     assert "\nfits:" in dschat("plan", "--set", large, "--memory-gib", "4000").stdout
 
 
+def test_without_a_critic_the_plan_says_what_that_saves(large):
+    options = ("plan", "--set", large, "--memory-gib", "40")
+    grpo = ("--set", "rlhf.algorithm=grpo")
+    own, ppo = (
+        json.loads(dschat(*options, *more, "--json").stdout)["steps"][-1]["device_bytes"] / 2**30
+        for more in (grpo, ())
+    )
+    text = dschat(*options, *grpo).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("step 3 takes")]
+    said = [float(word) for word in line.replace(",", "").split() if word[0].isdigit()]
+    assert said == pytest.approx(
+        [
+            3,
+            own,
+            ppo,
+        ],
+        rel=0.01,
+    )
+    assert own < 0.8 * ppo
+    assert "without a critic" not in dschat(*options).stdout
+
+
 def test_without_a_gpu_the_plan_is_held_against_host_memory(large, monkeypatch):
     monkeypatch.setattr(memory_plan, "gpu_memory", lambda: None)
     document = json.loads(dschat("plan", "--set", large, "--json").stdout)
