@@ -18,7 +18,7 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each action (Schulman et al. 2015, equation 16).
 
-    The value after the last action is 0. Returns rest on the advantages as they are here, before
+    The value after the last action is 0. Returns use the advantages as they are here, before
     any whitening.
 
     Args:

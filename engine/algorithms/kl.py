@@ -48,14 +48,14 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 class AdaptiveKLController:
-    """A KL coefficient that steers the KL a sequence towards a target (Ziegler et al. 2019)."""
+    """A KL coefficient that steers the KL per sequence towards a target (Ziegler et al. 2019)."""
 
     def __init__(self, initial: float, target: float, horizon: float) -> None:
         """Start at a coefficient.
 
         Args:
             initial: the first coefficient.
-            target: KL a sequence, in nats, at which the coefficient stays as it is.
+            target: KL per sequence, in nats, at which the coefficient stays as it is.
             horizon: sequences over which the coefficient may change by a fifth.
 
         Raises:
@@ -82,7 +82,7 @@ class AdaptiveKLController:
         """
         if math.isnan(kl_per_sequence):
             raise ValueError(
-                "The KL a sequence is nan, so the KL coefficient cannot adapt; "
+                "The KL per sequence is nan, so the KL coefficient cannot adapt; "
                 "look for nan in the log-probabilities of the actor and the ref."
             )
         if num_sequences >= 5 * self.horizon:

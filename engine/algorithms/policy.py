@@ -58,7 +58,7 @@ class Objective:
 class PolicyLoss:
     """Scalars summed over the mask, so that they add up over micro batches and ranks.
 
-    Only `loss_sum` carries a gradient. A sequence has one ratio, a token else: `ratio_count` is
+    Only `loss_sum` carries a gradient. There is a ratio per token or per answer: `ratio_count` is
     how many there are. `ratio_max` is a maximum: 0 where the mask is empty.
     """
 

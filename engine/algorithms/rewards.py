@@ -38,7 +38,7 @@ def shape_scores(
         shaped = shaped - mean
     if std is not None:
         if std <= 0:
-            raise ValueError(f"Scores cannot be divided by a deviation of {std}; leave it unset.")
+            raise ValueError(f"Scores cannot be divided by a std of {std}; leave it unset.")
         shaped = shaped / std
     if missing_eos_penalty is not None:
         shaped = torch.where(ended_with_eos, shaped, shaped - missing_eos_penalty)

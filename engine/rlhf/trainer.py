@@ -184,7 +184,7 @@ class PPOTrainer:
             self.engine.actor_ema.load(state["actor_ema"])
 
     def train(self) -> bool:
-        """Run all generation steps; goes on after the newest checkpoint, if there is one.
+        """Run all generation steps, or those after the newest checkpoint if there is one.
 
         Returns:
             whether all steps are done; else a stop was asked for.

@@ -101,7 +101,7 @@ def test_clip_bounds_the_final_score_whatever_the_rest(scores, clip, data):
 
 
 def test_a_deviation_of_zero_is_refused():
-    with pytest.raises(ValueError, match=r"deviation of 0\.0"):
+    with pytest.raises(ValueError, match=r"std of 0\.0"):
         shape_scores(torch.ones(2), torch.tensor([True, True]), std=0.0)
 
 
