@@ -318,9 +318,8 @@ def _ports() -> list[Finding]:
     port = launch.free_port()
     with socket.socket() as probe:
         taken = probe.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
-    value = (
-        f"free ports there are, such as {port}; {DEFAULT_PORT} is {'taken' if taken else 'free'}"
-    )
+    standard = "taken" if taken else "free"
+    value = f"free ports are available, such as {port}; {DEFAULT_PORT} is {standard}"
     advice = "Leave launch.master_port unset: each run takes a free port." if taken else ""
     return [Finding("ports", "ports", NOTE if taken else OK, value, advice)]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine.config.schema import DataSource, RunConfig
 
-data_app = group("Data sets: which there are, what one holds, what a step sees of it.")
+data_app = group("Data sets: list those known by name, inspect one, export what a step sees.")
 
 SourceArgument = Annotated[
     str, typer.Argument(help="A file, a folder, the name of a data set, or embedded:NAME.")

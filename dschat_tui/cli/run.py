@@ -201,12 +201,13 @@ def _print_detached(run: RunFolder, json_output: bool) -> NoReturn:
 
 
 def _step_numbers(steps: str | None) -> list[int] | None:
-    if steps is None:
-        return None
-    parts = [part.strip() for part in steps.split(",")]
-    if not all(part in ("1", "2", "3") for part in parts):
-        refuse(f"--steps {steps}: steps are 1, 2 and 3, with commas between, such as --steps 1,2")
-    return sorted({int(part) for part in parts})
+    from dschat_tui.runs.preflight import step_numbers
+    from engine.config.loading import ConfigError
+
+    try:
+        return None if steps is None else step_numbers("--steps", steps)
+    except ConfigError as error:
+        refuse(str(error))
 
 
 def _show_plan(plan: Plan, json_output: bool) -> None:

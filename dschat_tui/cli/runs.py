@@ -26,7 +26,7 @@ from dschat_tui.text import aligned, plain
 if TYPE_CHECKING:
     from dschat_tui.runs.control import Described
 
-runs_app = group("Runs: what there is, and what to do with it.")
+runs_app = group("Runs: list, show, watch, stop, resume and delete them.")
 RunArgument = Annotated[str, typer.Argument(help="Folder of a run, or its name in output/.")]
 
 

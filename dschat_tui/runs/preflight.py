@@ -124,6 +124,21 @@ def check_machine_and_rules(config: RunConfig, folder: Path, steps: list[Step]) 
     return reasons + _check_disk(config, folder, steps) + _check_launch(config, folder)
 
 
+def step_numbers(label: str, steps: object) -> list[int]:
+    """Step numbers, in order, from `3`, `1,2` or a list; `label` is what a message names.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    parts = steps if isinstance(steps, list) else str(steps).split(",")
+    numbers = {str(part).strip() for part in parts}
+    if not numbers or not numbers <= {"1", "2", "3"}:
+        raise ConfigError(
+            f"{label} {steps}: steps are 1, 2 and 3, with commas between, such as --steps 1,2"
+        )
+    return sorted(map(int, numbers))
+
+
 def wanted_steps(config: RunConfig, numbers: list[int] | None) -> list[Step]:
     """The steps asked for, in order; None: all that no finished model replaces."""
     if numbers is not None:

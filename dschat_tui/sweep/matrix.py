@@ -14,6 +14,7 @@ import yaml
 
 from dschat_tui.runs import memory_plan
 from dschat_tui.runs.models import actor_of, reward_of
+from dschat_tui.runs.preflight import step_numbers
 from engine.config.loading import (
     ConfigError,
     apply_overrides,
@@ -309,16 +310,12 @@ def matrix_names() -> list[str]:
 
 
 def parse_steps(label: str, steps: object) -> tuple[int, ...]:
-    """Step numbers from `3`, `1,2` or a list.
+    """The steps of a sweep, which have none left out between them.
 
     Raises:
         ConfigError: something else.
     """
-    parts = steps if isinstance(steps, list) else str(steps).split(",")
-    texts = [str(part).strip() for part in parts]
-    if not texts or not all(text in ("1", "2", "3") for text in texts):
-        raise ConfigError(f"{label} {steps}: steps are 1, 2 and 3, with commas between")
-    numbers = sorted({int(text) for text in texts})
+    numbers = step_numbers(label, steps)
     if numbers == [1, 3]:
         raise ConfigError(f"{label} {steps}: step 2 lies between them; give 1,2,3 or 3")
     return tuple(numbers)
