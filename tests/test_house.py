@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ PRINTING = {"supervisor.py", "guard.py", "quantities.py"}
 LOGIC = ("runs", "sweep", "chat", "logs")
 
 
-def sources(package: str) -> Iterator[tuple[Path, ast.Module]]:
+@functools.cache
+def sources(package: str) -> list[tuple[Path, ast.Module]]:
     """The modules of a package by their paths below the root, parsed."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+    files = sorted((ROOT / package).rglob("*.py"))
+    return [(path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))) for path in files]
 
 
 def folder_of(name: str) -> str:

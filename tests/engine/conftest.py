@@ -120,8 +120,8 @@ def group():
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory, group) -> Path:
-    """A run whose steps 1 and 2 are done, for step 3 to stand on."""
+def finished_steps(tmp_path_factory, group) -> Path:
+    """A run whose steps 1 and 2 are done."""
     from engine.trainers.context import StepContext
     from engine.trainers.reward import RewardTrainer
     from engine.trainers.sft import SFTTrainer
@@ -131,6 +131,15 @@ def run(tmp_path_factory, group) -> Path:
         trainer = trainer_type(StepContext.create(configuration(), folder, step))
         trainer.train()
         trainer.save()
+    return folder
+
+
+@pytest.fixture
+def run(finished_steps, tmp_path_factory) -> Path:
+    """A folder of one's own whose steps 1 and 2 are done, for step 3 to begin with."""
+    folder = tmp_path_factory.mktemp("run")
+    for step in finished_steps.iterdir():
+        (folder / step.name).symlink_to(step)
     return folder
 
 

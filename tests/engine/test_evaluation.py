@@ -61,6 +61,7 @@ def test_one_model_is_in_memory_at_a_time(whole_run, monkeypatch):
     assert alive == [0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_figures_are_those_of_plain_transformers(dtype, whole_run):
     folder = whole_run(f"dtype={dtype}", "data.eval_rows=8")

@@ -81,6 +81,7 @@ def judge(step: str, sft: str, run: Path, found: Rows) -> None:
     assert found[0]["pairs"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", TRAINERS)
 def test_one_rank_measures_what_plain_torch_measures(step, sft, group, tmp_path):
     judge(step, sft, tmp_path, evaluations(step, sft, tmp_path))

@@ -71,6 +71,7 @@ def test_step_3_runs_every_combination_that_no_rule_refuses(cell, model, results
     assert result["hybrid_ran"] == cell.hybrid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [(3, 1), (0, 3)])
 def test_actor_and_critic_have_stages_of_their_own(stages, model, group, tmp_path):
     changes = [f"actor.zero_stage={stages[0]}", f"critic.zero_stage={stages[1]}"]

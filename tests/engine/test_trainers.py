@@ -226,7 +226,7 @@ def test_step_3_moves_both_models_and_tells_what_it_did(run, capfd):
     assert trainer.engine.actor.global_steps == trainer.engine.critic.global_steps == 8
     folder = run / "step3-rlhf"
     assert {p.name for p in folder.iterdir()} >= {"actor", "critic", "actor_ema"}
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-2:]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-2)
     rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
