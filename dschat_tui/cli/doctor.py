@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dschat_tui.cli.shared import JsonFlag
+from dschat_tui.cli.shared import EXIT_FAILED, JsonFlag
 
 if TYPE_CHECKING:
     from dschat_tui.doctor import Finding
@@ -21,11 +21,16 @@ def doctor(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Report what this machine has for training, what it lacks, and what to do about it."""
-    from dschat_tui.doctor import examine
+    """Report what this machine has for training, what it lacks, and what to do about it.
+
+    Exits with 1 where there is a problem.
+    """
+    from dschat_tui.doctor import PROBLEM, examine
 
     findings = examine(hostfile)
     typer.echo(_as_json(findings) if json_output else _as_text(findings))
+    if any(finding.state == PROBLEM for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _as_text(findings: list[Finding]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dschat_tui.cli.shared import (
+    EXIT_FAILED,
     Assignments,
     JsonFlag,
     ProfileOption,
@@ -37,7 +38,10 @@ def plan(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say how much memory each step takes, whether it fits, and what makes it fit."""
+    """Say how much memory each step takes, whether it fits, and what makes it fit.
+
+    Exits with 1 where it does not fit.
+    """
     from dschat_tui.runs import memory_plan
     from engine.config.rules import check
 
@@ -56,6 +60,7 @@ def plan(
     except memory_plan.PlanError as error:
         refuse(str(error))
     typer.echo(_as_json(report) if json_output else _as_text(report))
+    raise typer.Exit(0 if report.fits else EXIT_FAILED)
 
 
 def _as_json(report: Report) -> str:

@@ -50,6 +50,10 @@ def run(
         typer.Option("--fix", help="With --resume: apply the change that fixes the failure."),
     ] = False,
     accept: AcceptOption = None,
+    skip_memory_check: Annotated[
+        bool,
+        typer.Option("--skip-memory-check", help="Start also what `dschat plan` says cannot fit."),
+    ] = False,
     dashboard: Annotated[
         bool,
         typer.Option(
@@ -84,6 +88,9 @@ def run(
         _show_plan(plan, json_output)
         return
 
+    if not skip_memory_check:
+        _check_memory(plan)
+
     from dschat_tui.runs import supervisor
 
     plan = _created(plan, output, name)
@@ -102,6 +109,18 @@ def _plan(config: RunConfig, output: Path | None, name: str, numbers: list[int] 
         return prepare(config, folder, numbers)
     except Refusal as refusal:
         refuse(*refusal.reasons)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse what does not fit into this machine; what cannot be planned may start."""
+    from dschat_tui.runs import memory_plan
+
+    try:
+        report = memory_plan.for_steps(plan.config, plan.steps)
+    except memory_plan.PlanError:
+        return  # of a family without a plan the notes say so
+    if not report.fits:
+        refuse(*report.verdict(), "--skip-memory-check starts it all the same")
 
 
 def _created(plan: Plan, output: Path | None, name: str) -> Plan:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.config.schema import RunConfig
 
 EXIT_FAILED = 1
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 

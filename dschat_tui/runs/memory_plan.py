@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -13,7 +14,7 @@ from dschat_tui.runs.hosts import hosts_of
 from dschat_tui.runs.models import Origin, actor_of, reward_of
 from dschat_tui.text import gib
 from engine.config.schema import RlhfConfig, RunConfig
-from engine.config.steps import BY_NAME
+from engine.config.steps import BY_NAME, Step
 from engine.models import names
 from engine.planning import (
     Change,
@@ -144,6 +145,21 @@ def make(
             ppo, actor, reward, dtype=dtype, device=device, nodes=nodes
         ).steps[-1]
     return Report(plan, memory, host, change, with_critic)
+
+
+def for_steps(config: RunConfig, steps: Sequence[Step]) -> Report:
+    """Plan some steps of a run on this machine, without any network access.
+
+    Raises:
+        PlanError: the shape of a model, or the number of hosts, cannot be known here.
+    """
+    wanted = {step.name for step in steps}
+    report = make(config, None, find_change=False, offline=True)
+    planned = tuple(step for step in report.plan.steps if step.step in wanted)
+    report = replace(report, plan=replace(report.plan, steps=planned))
+    if report.fits:
+        return report
+    return replace(report, change=make(config, None, offline=True).change)
 
 
 def on_gpus(config: RunConfig) -> Report:

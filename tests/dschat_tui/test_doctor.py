@@ -173,10 +173,14 @@ def test_a_hostfile_that_says_nothing_usable_is_a_finding(tmp_path, content):
     assert "slots=" in finding.advice
 
 
-def test_the_command_exits_0_and_json_is_one_document(quick, tmp_path):
+def test_a_problem_is_in_the_exit_code_and_json_is_one_document(quick, tmp_path, monkeypatch):
     missing = str(tmp_path / "none")
     result = CliRunner().invoke(app, ["doctor", "--json", "--hostfile", missing])
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     found = {finding["id"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert {"python", "torch", "deepspeed", "memory", "ports", "hostfile"} <= set(found)
-    assert "Python" in CliRunner().invoke(app, ["doctor"]).stdout
+    findings = [doctor.Finding("python", "Python", doctor.NOTE, "3.10", "Newer is faster.")]
+    monkeypatch.setattr(doctor, "examine", lambda hostfile: findings)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "Python" in result.stdout

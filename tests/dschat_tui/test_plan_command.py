@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from dschat_tui.cli.main import app
 from dschat_tui.dashboard.screens import start_work
-from dschat_tui.runs import memory_plan
+from dschat_tui.runs import memory_plan, supervisor
 from engine.config.loading import load_profile
+from engine.models import embedded
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -69,10 +71,29 @@ def test_more_memory_fits_what_less_does_not(large):
 
 
 def test_the_table_names_each_step_the_verdict_and_the_change(large):
-    text = dschat("plan", "--set", large, "--memory-gib", "40").stdout
-    for told in ("sft", "reward", "ppo", "Adam moments", "does not fit"):
-        assert told in text
-    assert "\nfits:" in dschat("plan", "--set", large, "--memory-gib", "4000").stdout
+    result = dschat("plan", "--set", large, "--memory-gib", "40")
+    assert result.exit_code == 1
+    for word in ("sft", "reward", "ppo", "Adam moments", "does not fit"):
+        assert word in result.stdout
+    result = dschat("plan", "--set", large, "--memory-gib", "4000")
+    assert result.exit_code == 0
+    assert "\nfits:" in result.stdout
+
+
+def test_a_run_that_does_not_fit_is_refused_unless_the_check_is_skipped(tmp_path, monkeypatch):
+    shutil.copytree(embedded.build("tiny-llama"), tmp_path / "large")
+    (tmp_path / "large" / "config.json").write_text(json.dumps(LLAMA_7B))
+    large = f"models.actor={tmp_path / 'large'}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(memory_plan, "gpu_memory", lambda: 40 * 2**30)
+    result = dschat("run", "--set", large, "--detach")
+    assert result.exit_code == 2
+    assert "does not fit" in result.stderr
+    assert "--skip-memory-check" in result.stderr
+    assert not (tmp_path / "output").exists()
+    result = dschat("run", "--set", large, "--detach", "--skip-memory-check")
+    assert result.exit_code == 0, result.stderr
 
 
 def test_without_a_critic_the_plan_says_what_that_saves(large):
