@@ -65,7 +65,7 @@ def long_waits() -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    # DeepSpeed gathers and reduces in groups of its own, each with a timeout of its own.
+    # DeepSpeed gathers and reduces in its own groups, each with its own timeout.
     backends = {
         group._get_backend(kind)
         for group in dist.distributed_c10d._world.pg_map

@@ -68,7 +68,7 @@ def load_generator(
     trust_remote_code: bool = False,
     placement: Placement = _PLAIN,
 ) -> ChatGenerator:
-    """Load a model as a placement says; `refusals` must have found nothing.
+    """Load a model into a placement; `refusals` must have found nothing.
 
     Args:
         path: local folder or Hub id.

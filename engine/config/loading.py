@@ -156,7 +156,7 @@ def _read_chain(path: Path, children: list[Path]) -> dict[str, Any]:
 
 
 def _with_files_beside(profile: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The options with the files of reward functions that lie beside the profile, by full path."""
+    """The options, with full paths of reward function files that are next to the profile."""
     rewards = values.get("rewards")
     functions = rewards.get("functions") if isinstance(rewards, dict) else None
     for entry in functions if isinstance(functions, list) else []:

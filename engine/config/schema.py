@@ -113,7 +113,7 @@ class DataSource(Section):
     columns: dict[str, str] = Field(
         default_factory=dict,
         title="Column mapping",
-        description="Ours to theirs, where the schema is not found by itself: prompt, chosen, "
+        description="Ours to theirs, if the schema is not detected: prompt, chosen, "
         "rejected, response, messages, text",
     )
 
@@ -168,7 +168,7 @@ class DataConfig(Section):
     sft_only_sources: SourceList = Field(
         default_factory=list,
         title="SFT-only sources",
-        description="Data sets that serve step 1 alone, whole",
+        description="Data sets used by step 1 only, in full",
     )
     unsupervised_sources: SourceList = Field(
         default_factory=list,
@@ -224,7 +224,9 @@ class LoraConfig(Section):
         "layers that get adapters; empty: those of the model's family",
     )
     only: bool = option(
-        False, "Only LoRA", "Train the adapters (and the reward head) alone, base weights frozen"
+        False,
+        "Only LoRA",
+        "Train only the adapters (and the reward head); base weights stay frozen",
     )
     learning_rate: PositiveFloat = option(
         5e-4, "LoRA learning rate", "Peak learning rate of the adapters"
@@ -618,7 +620,7 @@ class RewardsConfig(Section):
     functions: list[RewardFunction] = Field(
         default_factory=list,
         title="Reward functions",
-        description="What is added up to an answer's reward; empty: the reward model alone",
+        description="What is added up to an answer's reward; empty: only the reward model",
     )
 
 

@@ -105,7 +105,7 @@ def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
         found.append(f"{names}: no prompts: step 3 needs them")
     split_is_used = any(source.path not in EMBEDDED for source in data.sources)
     for step, share in zip((1, 2, 3), data.split, strict=True):
-        alone = step == 1 and data.sft_only_sources
-        if step in steps and share == 0 and split_is_used and not alone:
+        has_other_rows = step == 1 and data.sft_only_sources
+        if step in steps and share == 0 and split_is_used and not has_other_rows:
             found.append(f"data.split gives step {step} a share of 0: raise it, or leave it out")
     return found

@@ -51,7 +51,7 @@ def _fit(
     template: Template,
     tally: Counter[str],
 ) -> FittedPrompt | None:
-    """The prompt with room for its answer, else its last turn alone, and the answer is cut."""
+    """The prompt with room for its answer, else only its last turn, and the answer is cut."""
     messages: list[Message] = row["prompt"]
     fitted = fit_prompt(messages, tokenizer, template, max_length - answer_length)
     if fitted is None:

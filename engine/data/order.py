@@ -8,7 +8,7 @@ import numpy as np
 
 
 def shuffled(count: int, *key: object) -> np.ndarray:
-    """A permutation of `range(count)`, int64 `(count,)`, decided by the key alone.
+    """A permutation of `range(count)`, int64 `(count,)`, determined by the key.
 
     Sorts the indices by a hash (the finaliser of SplitMix64, Steele et al. 2014): library
     generators may change their streams between versions.

@@ -66,26 +66,26 @@ def build_phase(
         DataError: a source cannot be used, or leaves the phase without rows.
     """
     sources = [load_source(s, config.data.cache_dir, note) for s in config.data.sources]
-    alone = config.data.sft_only_sources if phase == "sft" else []
-    alone_sources = [load_source(s, config.data.cache_dir, note) for s in alone]
+    named = config.data.sft_only_sources if phase == "sft" else []
+    sft_only = [load_source(s, config.data.cache_dir, note) for s in named]
     key = fingerprint(
         code_fingerprint(),
         phase,
         [source.fingerprint for source in sources],
-        [source.fingerprint for source in alone_sources],
+        [source.fingerprint for source in sft_only],
         tokenizer_fingerprint(tokenizer),
         _options(config, phase),
     )
 
     def build(folder: Path) -> None:
         train, held_out = _split(config, sources, phase)
-        train += [Part(s.train, np.arange(len(s.train))) for s in alone_sources]
+        train += [Part(s.train, np.arange(len(s.train))) for s in sft_only]
 
         encoding = Encoding(phase, config, tokenizer)
         counts = tokenise(train, encoding, folder / "train.arrow", work, note)
         tokenise(held_out, encoding, folder / "eval.arrow", work, lambda _: None)
         dropped = Counter[str]()
-        for source in sources + alone_sources:
+        for source in sources + sft_only:
             dropped.update(source.dropped)
         found = _summary(counts, dropped, phase)
         found["eval_rows"] = len(open_rows(folder / "eval.arrow"))

@@ -2,8 +2,8 @@
 
 It has `prompt` (messages ending in a user turn), `chosen` and `rejected` (answers), or `text`;
 beside them `all_answers` (the assistant turns inside the prompt are learnt too) and what a data
-set may carry: `references`, `preferred_style`, `kind`, `phases`. Its other columns go to reward
-functions alone.
+set may carry: `references`, `preferred_style`, `kind`, `phases`. Its other columns go only to
+reward functions.
 """
 
 from __future__ import annotations

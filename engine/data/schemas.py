@@ -61,7 +61,7 @@ class Schema:
         If step 3 learns from the reward model of step 2, both need pairs.
         """
         if self.text:
-            text = "plain text, which serves the mixture loss of step 3 alone"
+            text = "plain text, which serves only the mixture loss of step 3"
             return dict.fromkeys((1, 2, 3), f"{text} (data.unsupervised_sources)")
         no_pairs = "no rejected answers: steps 2 and 3 need pairs of a chosen and a rejected answer"
         pairs = None if "reward" in self.phases else no_pairs

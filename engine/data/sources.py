@@ -170,7 +170,7 @@ def _from_hub(source: DataSource, note: Note) -> dict[str, Dataset]:
         reason = str(error).splitlines()[0][:200] if str(error) else ""
         suggestion = "check the name, the subset and the network, or give a local path"
         if "scripts are no longer supported" in reason:
-            # The Hub keeps the data of such sets as Parquet in a branch of its own.
+            # The Hub keeps the data of such sets as Parquet in a separate branch.
             suggestion = (
                 f"get its files: hf download {name} --repo-type dataset --revision "
                 f"refs/convert/parquet --local-dir {source.path}, and give that folder as a path: "

@@ -329,13 +329,13 @@ class CauseFinder:
         return None
 
     def raised(self, records: int) -> Cause | None:
-        """Cause by exceptions alone, for a log that does not say how it ended."""
+        """The cause by its exceptions only, for a log that does not record how it ended."""
         self._records = records
         candidate = self._alive("specific") or self._alive("exception")
         return candidate.document() if candidate else None
 
     def cause(self, returncode: int | None, exit_line: str, records: int) -> Cause:
-        """Cause of a failure that ended with a return code, which `exit_line` says."""
+        """Cause of a failure that ended with a return code, reported by `exit_line`."""
         self._records = records
         specific = self._alive("specific")
         compiler = self._alive("build_failed")

@@ -139,7 +139,7 @@ class _Launch:
 
 
 class Surroundings:
-    """What launchers, wrappers and DeepSpeed say around the training's own lines.
+    """What launchers, wrappers and DeepSpeed print around the training's own lines.
 
     Args:
         learn_step: called with the step that a command or a wrapper names.
@@ -198,7 +198,7 @@ class Surroundings:
 
     @property
     def state(self) -> str:
-        """ok, failed, or unknown: a log that still grows says neither."""
+        """`ok`, `failed`, or `unknown` while the log still grows."""
         launch = self._launch
         if launch.is_killed or launch.returncode not in (None, 0):
             return "failed"

@@ -49,7 +49,7 @@ class _Form:
         """Add the line's numbers to `record`; False, and nothing added, for any other line.
 
         Raises:
-            ValueError: the line has the form, but something else stands where a number should.
+            ValueError: the line has the form, but something else is where a number should be.
         """
         match = self._match(line)
         if match is None:
@@ -270,7 +270,7 @@ class LogReader:
 
     @property
     def state(self) -> str:
-        """ok, failed, or unknown: a log that still grows says neither."""
+        """`ok`, `failed`, or `unknown` while the log still grows."""
         return self._surroundings.state
 
     @property

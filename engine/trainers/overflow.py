@@ -78,8 +78,8 @@ def _overflowed(engine: DeepSpeedEngine) -> bool:
     DeepSpeed checks this once per step and resets it, so the step must be given the result.
     """
     optimizer = engine.optimizer
-    # Stage 0's wrappers have a checker; ZeRO's optimizers have a method of their own, whose
-    # argument is whether each rank holds only a part of the gradients.
+    # Stage 0's wrappers have a checker; ZeRO's optimizers have a method, whose argument
+    # is whether each rank holds only a part of the gradients.
     if hasattr(optimizer, "overflow_checker"):
         return bool(optimizer.overflow_checker.check())
     return bool(optimizer.has_overflow(engine.zero_optimization_stage() > 1))
