@@ -28,6 +28,7 @@ from engine.data import checks, files
 from engine.families import KNOWN_FAMILIES, family_of
 from engine.models import embedded, folders, names
 from engine.planning import ModelShape
+from engine.rewards.functions import problem_of
 
 LEAST_FREE_BYTES = GIB // 4
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -109,6 +110,7 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     reasons += _check_models(config, steps)
     reasons += _check_inputs(config, steps, done)
     reasons += _check_data(config, steps)
+    reasons += _check_rewards(config, steps)
     reasons += _check_launch(config, run.path)
     if reasons:
         raise Refusal(reasons)
@@ -197,6 +199,14 @@ def _make_absolute(sources: list[DataSource]) -> None:
     for source in sources:
         if files.is_local(source.path):
             source.path = str(Path(source.path).expanduser().absolute())
+
+
+def _check_rewards(config: RunConfig, steps: list[Step]) -> list[str]:
+    """What stands against the files of reward functions, before hours of the steps before them."""
+    if not any(step.name == "ppo" for step in steps):
+        return []
+    entries = [entry for entry in config.rewards.functions if entry.kind == "function"]
+    return [problem for entry in entries if (problem := problem_of(entry)) is not None]
 
 
 def _check_data(config: RunConfig, steps: list[Step]) -> list[str]:

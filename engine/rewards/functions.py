@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
 import sys
@@ -55,11 +56,40 @@ class RewardFunctions:
         return found
 
 
+def problem_of(spec: RewardFunction) -> str | None:
+    """Why a function cannot be there, as its file says without being run; None: it can."""
+    file = Path(spec.path or "")
+    if not file.is_file():
+        return (
+            f"rewards.functions: there is no Python file {spec.path} for {spec.name!r}. Give its "
+            "path, from here or from the profile"
+        )
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return f"rewards.functions: {file} is not Python: {error}. Correct the file"
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    if spec.name in names or "*" in names:
+        return None
+    known = ", ".join(sorted(names)) or "nothing"
+    return f"rewards.functions: {file} has no function {spec.name!r}, only {known}. Name one of it"
+
+
 def _load(spec: RewardFunction) -> Function:
+    problem = problem_of(spec)
+    if problem is not None:
+        raise RewardError(problem)
     file = Path(spec.path or "").resolve()
     module_spec = importlib.util.spec_from_file_location(f"dschat_rewards_{file.stem}", file)
-    if module_spec is None or module_spec.loader is None or not file.is_file():
-        raise RewardError(f"rewards.functions: there is no Python file {spec.path}")
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     try:

@@ -172,6 +172,24 @@ def test_a_begun_step_is_never_overwritten(tmp_path):
         assert run.state_file.read_bytes() == before
 
 
+def test_files_of_reward_functions_are_read_before_the_first_step(tmp_path):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("def mine(completions, **kwargs):\n    raise SystemExit('not run')\n")
+    bad.write_text("def mine(:\n")
+
+    def rewarded(name, path):
+        functions = [{"name": name, "path": str(path)}, {"kind": "model"}]
+        return config(rewards={"functions": functions})
+
+    def told(name, path):
+        return reasons(rewarded(name, path), tmp_path / "run")
+
+    prepare(rewarded("mine", good), tmp_path / "run", None)
+    assert "no function 'other', only mine" in told("other", good)
+    assert "bad.py is not Python: invalid syntax" in told("mine", bad)
+    assert "there is no Python file" in told("mine", tmp_path / "none.py")
+
+
 def test_another_configuration_is_refused_by_its_keys(tmp_path):
     write_run(tmp_path / "run", config(), sft=DONE)
     told = reasons(config(ppo={"kl_coef": 0.2}, seed=7), tmp_path / "run", [2, 3])

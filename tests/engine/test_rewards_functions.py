@@ -47,8 +47,10 @@ def test_what_is_no_reward_is_named_with_its_prompt(body, says, tmp_path):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("def other(): ...", "no function 'reward'"),
-        ("def reward(:", "cannot be loaded: SyntaxError"),
+        ("def other(): ...", "no function 'reward', only other"),
+        ("def reward(:", "is not Python: invalid syntax"),
+        ("def reward(): ...\n1 / 0", "cannot be loaded: ZeroDivisionError"),
+        ("reward = 5", "no function 'reward'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(code, says, tmp_path):
