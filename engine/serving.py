@@ -9,14 +9,13 @@ import socket
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config.deepspeed import deepspeed_config
 from engine.config.placement import Machine, Placement
@@ -103,7 +102,11 @@ def load_generator(
 
 
 def _offloaded(
-    path: str, dtype: torch.dtype, tokenizer: Any, trust_remote_code: bool, placement: Placement
+    path: str,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
+    placement: Placement,
 ) -> PreTrainedModel:
     """A model whose layers ZeRO-3 brings to the device one after another."""
     _join_alone()
@@ -145,7 +148,7 @@ def _quantised(
 
 
 def _on_inference_engine(
-    path: str, name: str, tokenizer: Any, trust_remote_code: bool
+    path: str, name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
 ) -> ChatGenerator:
     # DeepSpeed-Inference unpickles other formats without safeguards.
     if not list(Path(path).glob("*.safetensors")):
