@@ -96,6 +96,7 @@ def test_a_run_that_does_not_fit_is_refused_unless_the_check_is_skipped(tmp_path
     assert result.exit_code == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_critic_the_plan_says_what_that_saves(large):
     options = ("plan", "--set", large, "--memory-gib", "40")
     grpo = ("--set", "rlhf.algorithm=grpo")

@@ -71,6 +71,7 @@ def test_profiles_of_today_are_for_known_memory_and_leave_a_tenth_of_it():
         assert profile.report.plan.device_bytes < 0.91 * profile.report.memory_bytes, profile.name
 
 
+@pytest.mark.slow
 def test_profiles_are_checked_without_torch_and_without_a_network():
     code = """
 import socket, sys
@@ -128,6 +129,7 @@ def test_a_file_extends_a_file_beside_it(tmp_path):
     assert load_profile(str(tmp_path / "child.yaml")).seed == 11
 
 
+@pytest.mark.slow
 def test_a_profile_of_ones_own_shadows_and_may_extend_what_it_shadows(own):
     path = own("tiny", "# Mine.\nextends: tiny\nseed: 99\n")
     config = load_profile("tiny")
@@ -148,6 +150,7 @@ def test_parts_for_others_to_extend_are_not_listed(own):
     assert load_profile("whole").seed == 5
 
 
+@pytest.mark.slow
 def test_a_broken_profile_is_told_and_spoils_no_other(own):
     own("misspelt", "actor: {zero_stag: 3}\n")
     own("against-the-rules", "actor: {offload: true}\n")

@@ -187,6 +187,7 @@ TRL_METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TRL_METHODS)
 def test_methods_of_grpo_are_those_of_trl_for_every_cut(method):
     """Advantages, loss and gradients on random ragged batches."""
@@ -216,6 +217,7 @@ def test_methods_of_grpo_are_those_of_trl_for_every_cut(method):
     assert clipped == {True, False}
 
 
+@pytest.mark.slow
 def test_rloo_is_that_of_trl_for_every_cut():
     """Advantages with the KL in the reward, loss and gradients on random ragged batches."""
     peers = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed")
@@ -235,6 +237,7 @@ def test_rloo_is_that_of_trl_for_every_cut():
             assert_equal(own_gradient, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
 def test_reinforce_pp_is_that_of_its_paper(name):
     """TRL has neither: whitened over all tokens of the batch (arXiv 2501.03262), in NumPy."""

@@ -110,6 +110,7 @@ def test_adapters_alone_share_the_model_with_the_reference(run, tmp_path):
     assert shared.engine.training
 
 
+@pytest.mark.slow
 def test_a_resumed_step_equals_an_uninterrupted_one(run, tmp_path, monkeypatch):
     monkeypatch.setitem(resumed.TRAINERS, "dpo", DPOTrainer)
     config = options(run, "actor.dropout=0.1", "dpo.eval_interval=2")
@@ -153,6 +154,7 @@ def test_the_rows_of_a_step_3_that_never_comes_serve_the_others(tmp_path):
     assert sum(sizes["dpo"]) > sum(sizes["ppo"])
 
 
+@pytest.mark.slow
 def test_sharded_and_offloaded_models_lose_the_same(run, tmp_path):
     losses = []
     for number, features in enumerate(
