@@ -22,6 +22,7 @@ from engine.trainers.context import StepContext
 pytestmark = pytest.mark.usefixtures("group")
 
 GRPO = ("rlhf.algorithm=grpo", "rlhf.answers_per_prompt=4")
+PPO = (("ppo", "true"), ("ppo", "false"))
 
 
 def trainer_of(run: Path, *assignments: str) -> PPOTrainer:
@@ -199,16 +200,17 @@ def test_groups_without_spread_are_counted_and_replaced_at_most_so_often(run, mo
 
 
 def test_an_answer_without_reward_learns_nothing_with_any_baseline(run):
-    for algorithm in ("grpo", "rloo", "reinforce++", "ppo"):
+    for algorithm, whiten in (("grpo", "null"), ("rloo", "null"), ("reinforce++", "true"), *PPO):
         trainer = trainer_of(
-            run, f"rlhf.algorithm={algorithm}", "rlhf.answers_per_prompt=4", "ppo.kl_coef=0"
-        )
+            run, f"rlhf.algorithm={algorithm}", "rlhf.answers_per_prompt=4", "ppo.kl_coef=0",
+            f"ppo.whiten_advantages={whiten}",
+        )  # fmt: skip
         experience = scored(trainer, [1.0, 2.0, math.nan, 3.0, 4.0, math.nan, math.nan, math.nan])
         assert torch.isfinite(experience.advantages).all(), algorithm
         assert not experience.advantages[[2, 5, 6, 7]].any(), algorithm
         assert experience.advantages[[0, 1, 3]].any(), algorithm
         if algorithm == "ppo":
-            assert torch.equal(experience.returns[2], experience.values[2] * 1.0)
+            assert torch.equal(experience.returns[2], experience.values[2])
 
 
 def test_no_option_filters_what_is_sampled(run):
