@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dschat_tui.text import aligned, clean
 from engine.config.steps import pipeline
+from engine.data.rows import REASONS
 
 if TYPE_CHECKING:
     from engine.data.catalogue import Entry
@@ -59,11 +60,13 @@ def _head(document: Inspection) -> Iterator[str]:
     held_out = "" if rows["held_out"] is None else f", {rows['held_out']} of its own test part"
     yield clean(document["source"])
     yield f"schema  {clean(document['schema'])}"
+    if document["columns_not_read"]:
+        yield f"columns not read: {clean(', '.join(document['columns_not_read']))}"
     yield f"rows    {rows['usable']} usable{held_out}"
     for reason, count in rows["dropped"].items():
         if count:
             first = clean(rows["first_dropped"][reason])
-            yield f"        {count} left out ({reason}), first {first}"
+            yield f"        {count} left out ({REASONS[reason]}), first {first}"
     for step, title in _titles(document["alignment"]).items():
         why_not = document["steps"][step]["reason"]
         yield f"step {title}: " + (f"no: {why_not}" if why_not else "yes")

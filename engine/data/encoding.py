@@ -78,8 +78,8 @@ def _sft_row(
     labels = [IGNORED] * len(fitted.ids) + ids[len(fitted.ids) :]
     if config.sft.loss_on_prompt:
         labels = list(ids)
-    elif row["all_answers"]:
-        for start, end in _earlier_answers(fitted, tokenizer, template):
+    elif row["learnt_turns"]:
+        for start, end in _earlier_answers(fitted, row["learnt_turns"], tokenizer, template):
             labels[start:end] = ids[start:end]
     tally["tokens"] += len(ids)
     tally["trained_tokens"] += sum(label != IGNORED for label in labels)
@@ -87,11 +87,16 @@ def _sft_row(
 
 
 def _earlier_answers(
-    prompt: FittedPrompt, tokenizer: PreTrainedTokenizerBase, template: Template
+    prompt: FittedPrompt,
+    learnt_turns: list[bool],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
 ) -> Iterator[tuple[int, int]]:
-    """Where the assistant's earlier turns are in the prompt's ids, each with its EOS."""
-    for index, turn in enumerate(prompt.messages):
-        if turn["role"] != "assistant":
+    """Where the turns that are learnt are in the prompt's ids, each with its EOS."""
+    # Older rounds are cut before the last ones, so that turns keep their places from the end.
+    kept = learnt_turns[len(learnt_turns) - len(prompt.messages) :]
+    for index, (turn, is_learnt) in enumerate(zip(prompt.messages, kept, strict=True)):
+        if turn["role"] != "assistant" or not is_learnt:
             continue
         before = encode_prompt(prompt.messages[:index], tokenizer, template)
         # Some chat templates rewrite older turns (drop their reasoning); those are not trained on.

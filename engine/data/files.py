@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,11 @@ _EVAL_NAMES = ("test", "eval", "evaluation", "validation", "valid", "val", "dev"
 
 class DataError(ValueError):
     """Data that cannot be used; the message names the file, the place and what to do."""
+
+
+def is_missing(value: object) -> bool:
+    """Whether a cell is empty: None, or NaN, as pandas writes it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def is_local(path: str) -> bool:

@@ -15,6 +15,7 @@ from engine.config.schema import DataSource, RunConfig
 from engine.data.encoding import IGNORED, encode_row, max_tokens
 from engine.data.files import Row
 from engine.data.phases import build_phase
+from engine.data.rows import Reason
 from engine.data.schemas import PHASES, Phase
 from engine.data.sources import Note, load_source
 from engine.data.templates import encode_answer, encode_document, encode_prompt, render_prompt
@@ -28,8 +29,8 @@ class RowCounts(TypedDict):
 
     usable: int
     held_out: int | None
-    dropped: dict[str, int]
-    first_dropped: dict[str, str]
+    dropped: dict[Reason, int]
+    first_dropped: dict[Reason, str]
     looked_at: int
 
 
@@ -120,6 +121,7 @@ class Inspection(TypedDict, total=False):
 
     source: str
     schema: str
+    columns_not_read: list[str]
     rows: RowCounts
     steps: dict[str, Serving]
     alignment: str
@@ -162,6 +164,7 @@ def inspect(
     document: Inspection = {
         "source": source.path,
         "schema": loaded.schema.describe(),
+        "columns_not_read": list(loaded.schema.unread),
         "rows": {
             "usable": count,
             "held_out": None if loaded.eval is None else len(loaded.eval),

@@ -42,8 +42,8 @@ class PhaseData:
     `counts` is of the train rows: `rows`, `truncated` (older turns or the end cut),
     `dropped_long` (no room for an answer, or a prompt over its limit), `dropped_identical`
     (pairs that are equal, also after truncation), `eval_rows`, and `trained_token_share` (sft,
-    else None). `dropped_empty` and `dropped_unusable` (no dialogue of question and answer) are of
-    the sources as a whole.
+    else None). `dropped_empty` and `dropped_unusable` (no dialogue of question and answer) and
+    `dropped_unwanted` (marked as not to be learnt) are of the sources as a whole.
     """
 
     train: Dataset
@@ -303,6 +303,7 @@ def _summary(tally: Counter[str], dropped: Counter[str], phase: Phase) -> dict[s
         **{name: tally[name] for name in names},
         "dropped_empty": dropped["empty"],
         "dropped_unusable": dropped["unusable"],
+        "dropped_unwanted": dropped["unwanted"],
         "trained_token_share": share,
     }
 

@@ -5,29 +5,37 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.config.schema import DataSource
 from engine.data import catalogue
-from engine.data.files import DataError, Row, is_local, local_parts, read_rows
+from engine.data.files import DataError, Row, is_local, is_missing, local_parts, read_rows
 
 Phase = Literal["sft", "reward", "ppo"]
 
 PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
 EMBEDDED = ("embedded:facts",)
-ROWS_LOOKED_AT = 20
+ROWS_LOOKED_AT = 5000
+# Columns with a meaning of their own in every schema; see engine.data.rows.
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+MARKS = ("label", "kto_tag", "train", "training", "weight", "loss_weight")
+_READ_BESIDE = ("system", "history", "references", "preferred_style", "kind", "phases", *MEDIA)
 
 TURN_MARK = re.compile(r"(?:^|\n\n)\s*(Human|Assistant):")
 
 _MAPPED = ("prompt", "chosen", "rejected", "response", "messages", "text")
 
 
+ROLES = ("prompt", "input", "dialogue", "chosen", "rejected", "text")
+
+
 @dataclass(frozen=True)
 class Schema:
     """Which column of a data set has which role; None where there is none.
 
-    Rows of an `entry` of the catalogue are read by its mapping.
+    Rows of an `entry` of the catalogue are read by its mapping. Of `several_rejected` answers in
+    a row the first makes the pair; `unread` columns have no part in what is learnt.
     """
 
     prompt: str | None = None
@@ -37,6 +45,8 @@ class Schema:
     rejected: str | None = None
     text: str | None = None
     entry: catalogue.Entry | None = None
+    several_rejected: bool = False
+    unread: tuple[str, ...] = ()
 
     @property
     def phases(self) -> frozenset[Phase]:
@@ -52,8 +62,11 @@ class Schema:
         if self.entry:
             return f"{self.entry.name}: {self.entry.describe()}"
         names = {"chosen": "answer"} if not self.rejected else {}
-        parts = [(names.get(name, name), column) for name, column in vars(self).items() if column]
-        return ", ".join(f"{name} {column!r}" for name, column in parts)
+        roles = [(names.get(role, role), getattr(self, role)) for role in ROLES]
+        parts = [f"{name} {column!r}" for name, column in roles if column]
+        if self.several_rejected:
+            parts.append("of several rejected answers the first")
+        return ", ".join(parts)
 
     def step_reasons(self, needs_reward_model: bool) -> dict[int, str | None]:
         """For each step why it is not served; None if it is.
@@ -96,7 +109,7 @@ class Columns:
     @classmethod
     def of(cls, rows: list[Row], names: list[str], source: DataSource) -> Columns:
         """Pick the columns by the source's mapping, else by the names that are common."""
-        filled = {name for row in rows for name, value in row.items() if value is not None}
+        filled = _filled(rows)
 
         def pick(ours: str, *aliases: str) -> str | None:
             if ours in source.columns:
@@ -157,7 +170,7 @@ def _pair_of_dialogues(columns: Columns) -> Schema | None:
     chosen = columns.chosen
     if chosen is None or not columns.has_pairs:
         return None
-    example: Any = next(row[chosen] for row in columns.rows if row.get(chosen) is not None)
+    example: Any = next(row[chosen] for row in columns.rows if not is_missing(row.get(chosen)))
     if isinstance(example, list) or (isinstance(example, str) and TURN_MARK.search(example)):
         return Schema(chosen=chosen, rejected=columns.rejected)
     raise DataError(
@@ -244,7 +257,7 @@ def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
         raise DataError(f"data {source.path!r} has no rows")
     names = list(dict.fromkeys(name for row in rows for name in row))
     entry = None if source.columns else catalogue.entry_for(source.path)
-    filled = {name for row in rows for name, value in row.items() if value is not None}
+    filled = _filled(rows)
     if entry and (fitted := entry.fitted(filled)):
         return _schema_of_entry(fitted)
     for ours, theirs in source.columns.items():
@@ -266,4 +279,44 @@ def find_schema(first_rows: Iterable[Row], source: DataSource) -> Schema:
             "them, or map ours to theirs: columns: {prompt: COLUMN, chosen: COLUMN, rejected: "
             "COLUMN} (or response, messages, text)"
         )
-    return schema
+    return replace(
+        schema,
+        several_rejected=any(is_several(row.get(schema.rejected)) for row in rows)
+        if schema.rejected
+        else False,
+        unread=tuple(name for name in names if name in filled and not _is_read(name, schema, rows)),
+    )
+
+
+def _filled(rows: Iterable[Row]) -> set[str]:
+    """Columns with a value in some row."""
+    return {name for row in rows for name, value in row.items() if not is_missing(value)}
+
+
+def is_several(value: Any) -> bool:
+    """Whether a cell holds several answers as text, and not the turns of one dialogue."""
+    return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], dict)
+
+
+def _is_read(name: str, schema: Schema, rows: Iterable[Row]) -> bool:
+    if name in MARKS and not schema.rejected:
+        return any(mark_of(name, row.get(name)) is not None for row in rows)
+    return name in _READ_BESIDE or name in (getattr(schema, role) for role in ROLES)
+
+
+def mark_of(name: str, value: Any) -> bool | None:
+    """Whether a mark says that its row or turn is learnt; None where it says nothing of it.
+
+    A label that is a number is the class of something; a weight is a number.
+    """
+    if name in ("weight", "loss_weight"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value > 0 if is_number and not is_missing(value) else None
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
+
+
+def is_unwanted(values: Row) -> str | None:
+    """The mark of a row or of a turn that says not to learn it; None if there is none."""
+    return next((name for name in MARKS if mark_of(name, values.get(name)) is False), None)

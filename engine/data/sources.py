@@ -24,7 +24,7 @@ from engine.data.cache import (
 )
 from engine.data.checks import no_usable_row
 from engine.data.files import DataError, Row, is_local, local_parts, read_rows
-from engine.data.rows import Dropped, UnusableRow, further_columns, normalise
+from engine.data.rows import Dropped, Reason, UnusableRow, further_columns, normalise
 from engine.data.schemas import ROWS_LOOKED_AT, Phase, Schema, find_schema, schema_of
 
 Note = Callable[[str], None]
@@ -35,7 +35,7 @@ ROW_FEATURES = Features(
         "chosen": Value("string"),
         "rejected": Value("string"),
         "text": Value("string"),
-        "all_answers": Value("bool"),
+        "learnt_turns": List(Value("bool")),
         "references": List(Value("string")),
         "preferred_style": Value("string"),
         "kind": Value("string"),
@@ -49,15 +49,15 @@ ROW_FEATURES = Features(
 class SourceRows:
     """The normalised rows of one source, memory-mapped.
 
-    `dropped` counts rows left out as `empty` or `unusable`, `first_dropped` says where the first
+    `dropped` counts rows left out by `rows.REASONS`, `first_dropped` says where the first
     of each is and what it lacks; `fingerprint` changes with the content and the way it is read.
     """
 
     train: Dataset
     eval: Dataset | None
     schema: Schema
-    dropped: dict[str, int]
-    first_dropped: dict[str, str]
+    dropped: dict[Reason, int]
+    first_dropped: dict[Reason, str]
     fingerprint: str
 
     @property
@@ -111,6 +111,8 @@ def load_source(
         note(f"reading {source.path}")
         _write(folder, parts, schema, source)
 
+    if schema.unread:
+        note(f"{source.path}: columns not read: {', '.join(schema.unread)}")
     folder = build_once(root / f"rows-{key}", build)
     has_eval = (folder / "eval.arrow").exists()
     dropped = json.loads((folder / "dropped.json").read_text())

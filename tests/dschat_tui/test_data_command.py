@@ -67,7 +67,9 @@ def test_the_report_in_words(pairs):
     text = result.stdout
     assert "prompt 'prompt', chosen 'chosen', rejected 'rejected'" in text
     assert "40 usable" in text
-    assert f"1 left out (empty), first {pairs}, row 41: column 'chosen' is empty" in text
+    assert (
+        f"1 left out (without an answer), first {pairs}, row 41: column 'chosen' is empty" in text
+    )
     assert "step 3 RLHF (PPO): yes" in text
     assert "pairs: 40, 0 identical" in text
     assert "not learnt | " in text
@@ -121,6 +123,7 @@ def test_colour_stands_beside_the_words():
     document = {
         "source": "x\x1b[2J",
         "schema": "s",
+        "columns_not_read": [],
         "rows": {"usable": 1, "held_out": None, "dropped": {}, "looked_at": 1},
         "steps": {step: {"reason": None} for step in "123"},
         "alignment": "ppo",

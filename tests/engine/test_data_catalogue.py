@@ -132,7 +132,7 @@ def test_a_row_that_lacks_an_answer_is_dropped(tmp_path):
     file = write_json(tmp_path / "Cohere/miracl-ja-queries-22-12/train.json", [PASSAGES, lacking])
     loaded = load_source(DataSource(path=str(file.parent)), str(tmp_path / "cache"))
     assert len(loaded.train) == 1
-    assert loaded.dropped == {"empty": 1, "unusable": 0}
+    assert loaded.dropped == {"empty": 1, "unusable": 0, "unwanted": 0}
     assert "row 2" in loaded.first_dropped["empty"]
 
 

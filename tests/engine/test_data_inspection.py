@@ -63,7 +63,7 @@ def test_pairs_are_counted(report):
     found = report([PAIR, PAIR, LONG, IDENTICAL, {**PAIR, "chosen": " "}])
     assert found["schema"] == "prompt 'prompt', chosen 'chosen', rejected 'rejected'"
     assert found["rows"]["usable"] == 4
-    assert found["rows"]["dropped"] == {"empty": 1, "unusable": 0}
+    assert found["rows"]["dropped"] == {"empty": 1, "unusable": 0, "unwanted": 0}
     assert "row 5: column 'chosen' is empty" in found["rows"]["first_dropped"]["empty"]
     pairs = found["pairs"]
     assert (pairs["count"], pairs["identical"], pairs["chosen_longer"]) == (4, 1, 2)

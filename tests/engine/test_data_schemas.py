@@ -162,7 +162,11 @@ def test_a_truncated_list_is_an_error(tmp_path):
 
 def test_a_value_of_the_wrong_type_names_file_row_and_column(tmp_path):
     source = write_json(tmp_path / "a.json", [PAIR, {**PAIR, "chosen": {"role": "assistant"}}])
-    assert load_source(source, str(tmp_path / "cache")).dropped == {"empty": 1, "unusable": 0}
+    assert load_source(source, str(tmp_path / "cache")).dropped == {
+        "empty": 1,
+        "unusable": 0,
+        "unwanted": 0,
+    }
     source = write_json(tmp_path / "b.json", [PAIR, {**PAIR, "prompt": {"a": 1}}])
     with pytest.raises(DataError, match=r"b\.json, row 2: column 'prompt' holds a dict"):
         load_source(source, str(tmp_path / "cache"))
@@ -172,7 +176,7 @@ def test_rows_without_answers_are_dropped_and_counted(tmp_path):
     rows = [PAIR, {**PAIR, "chosen": "  "}, {**PAIR, "rejected": None}, {**PAIR, "prompt": ""}]
     loaded = load_source(write_json(tmp_path / "a.json", rows), str(tmp_path / "cache"))
     assert len(loaded.train) == 1
-    assert loaded.dropped == {"empty": 2, "unusable": 1}
+    assert loaded.dropped == {"empty": 2, "unusable": 1, "unwanted": 0}
 
 
 def test_pairs_of_two_different_questions_are_unusable(tmp_path):
