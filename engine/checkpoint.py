@@ -31,6 +31,7 @@ from engine.config.layout import (
     checkpoint_name,
     whole_checkpoints,
 )
+from engine.data.files import lines_of
 from engine.distributed import long_waits, max_over_ranks, rank, sum_over_ranks, world_size
 from engine.report import Report
 
@@ -318,13 +319,14 @@ def _forget_from(file: Path, step: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+    # A torn line may end in the middle of a character.
+    for line in lines_of(file.read_text(encoding="utf-8", errors="replace")):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if record.get("step", -1) < step:
-            kept.append(line)
+            kept.append(line + "\n")
     temporary = file.with_suffix(".new")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(file)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from dschat_tui.chat.session import Message
+from engine.data.files import lines_of
 
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
@@ -27,7 +28,7 @@ def read_last_conversation(path: Path) -> tuple[list[Message], str]:
         ValueError: the file has no conversation, or turns of another shape.
         OSError: the file cannot be read.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = lines_of(path.read_text(encoding="utf-8"))
     if not lines:
         raise ValueError(f"{path} is empty; /save writes conversations.")
     where = f"The last line of {path}"
@@ -60,9 +61,9 @@ def read_prompts(path: Path) -> list[str]:
     if path.suffix == ".json":
         rows = json.loads(text)
     elif path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines_of(text)]
     else:
-        rows = [line for line in text.splitlines() if line.strip()]
+        rows = list(lines_of(text))
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path} holds no list of prompts; give one per line, or a JSON list.")
     return [_prompt(row, f"Row {number} of {path}") for number, row in enumerate(rows, 1)]

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -52,7 +53,8 @@ def run(session: Session, read: Reader, renderer: Renderer, interactive: bool) -
     code = 0
     while True:
         try:
-            line = read()
+            # Half a character, from bytes that are no UTF-8 or from JSON, is no text to tokenise.
+            line = read().encode("utf-8", "replace").decode()
         except EOFError:
             return code
         except KeyboardInterrupt:
@@ -244,6 +246,8 @@ def _note(text: str) -> None:
 def _converse(session: Session, path: str, prompt: str | None, as_json: bool) -> int:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     renderer: Renderer
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     read = line_reader(sys.stdin, as_json)
     if as_json:
         renderer = JsonRenderer(sys.stdout)

@@ -92,14 +92,18 @@ def refusals(config: RunConfig, steps: Iterable[int]) -> list[str]:
         return any(schema is None or phase in schema.phases for schema in loaded)
 
     names = ", ".join(source.path for source in data.sources) or "data.sources (empty)"
+    unread = dict.fromkeys(name for s in schemas.values() if s is not None for name in s.unread)
+    hint = f"; columns not read: {', '.join(unread)}" if unread else ""
+    if hint:
+        hint += "; map those that hold answers: columns: {chosen: COLUMN, rejected: COLUMN}"
     if 1 in steps and not serving("sft"):
-        found.append(f"{names}: no answers to learn from: step 1 needs prompts with answers")
+        found.append(f"{names}: no answers to learn from: step 1 needs prompts with answers{hint}")
     learns_scores = config.needs_reward_model and not config.models.trained_reward
     needs_pairs = steps & ({2, 3} if learns_scores else {2})
     if needs_pairs and not serving("reward"):
         found.append(
             f"{names}: no rejected answers: steps 2 and 3 need pairs of a chosen and a rejected "
-            "answer; run --steps 1, or give a data set with pairs"
+            f"answer; run --steps 1, or give a data set with pairs{hint}"
         )
     elif 3 in steps and not serving("ppo"):
         found.append(f"{names}: no prompts: step 3 needs them")

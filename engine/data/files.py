@@ -15,7 +15,12 @@ from engine.data import catalogue
 
 Row = dict[str, Any]
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".arrow")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
+# A text file beside data is about it: a licence, a read-me.
+_IN_FOLDERS = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
+# Keys under which a JSON document keeps its rows.
+_LISTS_OF_ROWS = ("data", "rows", "examples", "instances")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _EVAL_NAMES = ("test", "eval", "evaluation", "validation", "valid", "val", "dev")
 
@@ -27,6 +32,14 @@ class DataError(ValueError):
 def is_missing(value: object) -> bool:
     """Whether a cell is empty: None, or NaN, as pandas writes it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text that are not blank, split at newlines alone.
+
+    `str.splitlines` also splits at U+2028 and others, which JSON and people write inside of lines.
+    """
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def is_local(path: str) -> bool:
@@ -63,7 +76,9 @@ def local_parts(path: str) -> dict[Literal["train", "eval"], list[Path]]:
     files = sorted(
         file
         for file in root.rglob("*")
-        if file.suffix.lower() in SUFFIXES and file.is_file() and _is_data(file.relative_to(root))
+        if file.suffix.lower() in _IN_FOLDERS
+        and file.is_file()
+        and _is_data(file.relative_to(root))
     )
     named = {file: _part_name(file.relative_to(root)) for file in files}
     evals = [file for file in files if named[file] == "eval"]
@@ -73,7 +88,7 @@ def local_parts(path: str) -> dict[Literal["train", "eval"], list[Path]]:
     if not train:
         raise DataError(
             f"data folder {path!r} holds no train file "
-            f"({', '.join(SUFFIXES)}, or a save_to_disk folder); found: "
+            f"({', '.join(_IN_FOLDERS)}, or a save_to_disk folder); found: "
             + (", ".join(file.name for file in files[:5]) or "nothing readable")
         )
     return {"train": train, "eval": evals}
@@ -106,9 +121,13 @@ def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
         if suffix in (".parquet", ".arrow"):
             yield from _columnar_rows(file, suffix)
             return
-        with open(file, encoding="utf-8-sig", newline="" if suffix == ".csv" else None) as stream:
-            if suffix == ".csv":
-                yield from _csv_rows(file, stream)
+        is_table = suffix in (".csv", ".tsv")
+        with open(file, encoding="utf-8-sig", newline="" if is_table else None) as stream:
+            if is_table:
+                yield from _csv_rows(file, stream, "\t" if suffix == ".tsv" else ",")
+            elif suffix == ".txt":
+                for number, line in enumerate(stream, 1):
+                    yield f"line {number}", {"text": line.rstrip("\n")}
             elif _first_character(stream) == "[":
                 yield from _json_list_rows(file, stream)
             else:
@@ -146,7 +165,7 @@ def _columnar_rows(file: Path, suffix: str) -> Iterator[tuple[str, Row]]:
         if suffix == ".parquet":
             batches: Iterable[Any] = pyarrow.parquet.ParquetFile(file).iter_batches(256)
         else:
-            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+            batches = _arrow_batches(pyarrow.memory_map(str(file)))
         number = itertools.count(1)
         for batch in batches:
             for row in batch.to_pylist():
@@ -155,9 +174,20 @@ def _columnar_rows(file: Path, suffix: str) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{file} is not a readable {suffix[1:]} file: {error}") from error
 
 
-def _csv_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
+def _arrow_batches(content: Any) -> Iterator[Any]:
+    """Batches of Arrow's stream format, as datasets writes it, or of its file format."""
+    import pyarrow
+
+    if bytes(content.read(6)) == b"ARROW1":
+        file = pyarrow.ipc.open_file(content)
+        return (file.get_batch(index) for index in range(file.num_record_batches))
+    content.seek(0)
+    return iter(pyarrow.ipc.open_stream(content))
+
+
+def _csv_rows(file: Path, stream: IO[str], delimiter: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(2**27)
-    reader = csv.DictReader(stream)
+    reader = csv.DictReader(stream, delimiter=delimiter)
     try:
         for row in reader:
             if None in row or None in row.values():
@@ -181,14 +211,54 @@ def _json_line_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
+        place = f"line {number}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            document = _document(stream) if number == 1 else None
+            if document is not None:
+                yield from _document_rows(file, document)
+                return
             raise DataError(
-                f"{file}: line {number} is not JSON ({error.msg}); fix or remove it (a file "
+                f"{file}: {place} is not JSON ({error.msg}); fix or remove it (a file "
                 "holds a list of objects, or one object per line)"
             ) from error
-        yield f"line {number}", _object(file, f"line {number}", row)
+        except RecursionError as error:
+            raise DataError(_too_deep(file, place)) from error
+        if number == 1 and isinstance(row, dict) and _list_of_rows(row) and not stream.readline():
+            yield from _document_rows(file, row)
+            return
+        yield place, _object(file, place, row, line)
+
+
+def _document(stream: IO[str]) -> Row | None:
+    """The file as one JSON object over several lines; None if it is none."""
+    stream.seek(0)
+    try:
+        found = json.loads(stream.read().lstrip("\ufeff"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _list_of_rows(document: Row) -> str | None:
+    """The key of a document's rows; None if it is a row itself."""
+    for key in _LISTS_OF_ROWS:
+        rows = document.get(key)
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            return key
+    return None
+
+
+def _document_rows(file: Path, document: Row) -> Iterator[tuple[str, Row]]:
+    key = _list_of_rows(document)
+    rows = [document] if key is None else document[key]
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", _object(file, f"row {number}", row, json.dumps(row))
+
+
+def _too_deep(file: Path, place: str) -> str:
+    return f"{file}: {place} holds values nested too deeply to be read; flatten or remove it"
 
 
 def _json_list_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
@@ -217,13 +287,25 @@ def _json_list_rows(file: Path, stream: IO[str]) -> Iterator[tuple[str, Row]]:
                 f"in or after row {number + 1}; fix or remove it (a file holds a list of "
                 "objects, or one object per line)"
             ) from error
+        except RecursionError as error:
+            raise DataError(_too_deep(file, f"row {number + 1}")) from error
         number += 1
-        yield f"row {number}", _object(file, f"row {number}", row)
+        yield f"row {number}", _object(file, f"row {number}", row, buffer[:end])
         line += buffer[:end].count("\n")
         buffer = buffer[end:]
 
 
-def _object(file: Path, place: str, row: Any) -> Row:
+def _object(file: Path, place: str, row: Any, text: str) -> Row:
+    """A row that was read from `text`; JSON allows half of a surrogate pair, UTF-8 does not."""
     if not isinstance(row, dict):
         raise DataError(f"{file}: {place} holds a {type(row).__name__}, not an object of columns")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):x}"
+            raise DataError(
+                f"{file}: {place} holds {half}, half of a character (a surrogate), which is no "
+                "text; replace it or remove the row"
+            ) from error
     return row

@@ -253,6 +253,8 @@ def _history(value: Any, where: str) -> list[Turn]:
 
 def _turns(value: Any, column: str, where: str) -> list[Turn]:
     """Messages from a list of `role`/`content` or `from`/`value`, or from 'Human: ...' text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _from_json(value)
     if isinstance(value, str):
         pieces = TURN_MARK.split(value)
         if len(pieces) < 3:
@@ -267,6 +269,14 @@ def _turns(value: Any, column: str, where: str) -> list[Turn]:
             f"{where}: column {column!r} holds a {type(value).__name__}, not a list of messages"
         )
     return [_message(turn, column, where) for turn in value]
+
+
+def _from_json(text: str) -> Any:
+    """The list that a cell holds as JSON, as CSV files write it; else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _message(turn: Any, column: str, where: str) -> Turn:

@@ -106,6 +106,24 @@ def test_a_pipe_may_end_without_quit() -> None:
     assert talk("one")[:2] == (0, "one \n")
 
 
+@pytest.mark.parametrize(
+    ("sent", "as_json"), [("smile \udce9\nfine\n", False), ('{"prompt": "smile \\ud83d"}\n', True)]
+)
+def test_half_a_character_is_replaced_and_the_talk_continues(sent, as_json) -> None:
+    code, out, _ = talk(sent, as_json)
+    assert code == 0
+    assert "smile ?" in out
+    assert as_json or out.endswith("fine \n")
+
+
+def test_bytes_that_are_no_text_are_replaced_in_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, "{}"], input=b"caf\xe9?\nfine\nquit\n", capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().splitlines()[-1].strip() == "fine"
+
+
 def test_errors_count_in_a_pipe_and_the_rest_is_still_answered() -> None:
     code, out, notes = talk("fail\n/undo\n/nothing\nfine\n")
     assert (code, out) == (1, "fine \n")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dschat_tui.chat.commands import COMMANDS, complete, respond
 from dschat_tui.chat.events import Answer, Error, Note, Quit, Table, Token
+from dschat_tui.chat.files import read_prompts
 from dschat_tui.chat.session import Relatives, Session
 from dschat_tui.chat.settings import Settings
 
@@ -213,6 +214,23 @@ def test_save_and_load_go_through_the_training_format(tmp_path) -> None:
     assert other.conversation() == session.conversation()
     say(other, "three")
     assert len(other.generator.seen[0]) == 6
+
+
+def test_separators_inside_of_text_end_no_line(tmp_path) -> None:
+    text = "one\u2028two\u2029three\x85four\x0cfive"
+    file = tmp_path / "talk.jsonl"
+    session = Session(Scripted())
+    say(session, text, f"/save {file}", "again", f"/save {file}")
+    other = Session(Scripted())
+    say(other, f"/load {file}")
+    assert other.conversation() == session.conversation()
+    assert other.conversation()[0]["content"] == text
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n\n")
+    assert read_prompts(prompts) == [text]
+    prompts.rename(tmp_path / "prompts.txt")
+    (tmp_path / "prompts.txt").write_text("one\u2028two\r\n\nthree\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["one\u2028two", "three"]
 
 
 @pytest.mark.parametrize(

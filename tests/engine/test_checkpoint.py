@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from resumed import records
 from small_run import configuration
 
+from engine import checkpoint
 from engine.config.steps import BY_NAME
 from engine.rlhf.trainer import PPOTrainer
 from engine.trainers.context import StepContext
@@ -210,3 +212,16 @@ def test_a_full_disk_pauses_until_there_is_room(fresh, monkeypatch, capfd):
     trainer.checkpoints.after_step(1, trainer_state, 0.0)
     assert [manifest.step for _, manifest in trainer.checkpoints.whole()] == [1]
     assert capfd.readouterr().out.count("paused: no room for the checkpoint") == 2
+
+
+def test_records_with_separators_in_their_text_are_kept_and_torn_ones_dropped(tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    rows = [{"step": step, "answer": f"one\u2028two\x85{step}"} for step in range(4)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    torn = "\n".join(lines).encode()[:-3] + "\u2028".encode()[:2]
+    file.write_bytes(torn)
+    checkpoint._forget_from(file, 2)
+    assert [json.loads(line) for line in file.read_text().split("\n") if line] == rows[:2]
+    file.write_text("\n".join(lines) + "\n")
+    checkpoint._forget_from(file, 9)
+    assert [json.loads(line) for line in file.read_text().split("\n") if line] == rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -10,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from engine.config.schema import DataSource
-from engine.data.checks import check_rows
-from engine.data.files import read_rows
+from engine.config.schema import DataSource, RunConfig
+from engine.data.checks import check_rows, refusals
+from engine.data.files import DataError, local_parts, read_rows
 from engine.data.rows import UnusableRow, normalise
 from engine.data.schemas import schema_of
 from engine.data.sources import load_source
@@ -290,3 +291,79 @@ def test_pairs_may_begin_late_in_a_file(source, parquet):
     assert schema.phases == {"sft", "reward", "ppo"}
     reading = check_rows(rows, schema)
     assert (reading.usable, reading.dropped.counts["empty"]) == (175, 25)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"version": 1, "data": [{"prompt": "Say 0.", "chosen": "0"}]}, indent=1),
+        json.dumps({"data": [{"prompt": "Say 0.", "chosen": "0"}], "version": 1}),
+        json.dumps({"prompt": "Say 0.", "chosen": "0"}, indent=1),
+    ],
+)
+def test_a_document_over_several_lines_or_with_its_rows_below_a_key_is_read(tmp_path, text):
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    assert [row for _, row in read_rows(file)] == [{"prompt": "Say 0.", "chosen": "0"}]
+
+
+def test_what_is_broken_in_line_1_is_still_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Say 0.",\n{"prompt": "Say 1."}\n')
+    with pytest.raises(DataError, match="line 1 is not JSON"):
+        list(read_rows(file))
+
+
+def test_dialogues_written_as_json_text_are_read_from_csv(tmp_path):
+    turns = [user("Say 0."), assistant("0")]
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["messages"])
+        writer.writeheader()
+        writer.writerow({"messages": json.dumps(turns)})
+    ((row,), _) = read(DataSource(path=str(file)))
+    assert (row["prompt"], row["chosen"]) == ([user("Say 0.")], "0")
+
+
+def test_tables_with_tabs_and_lines_of_text_are_read(tmp_path):
+    table = tmp_path / "rows.tsv"
+    table.write_text("prompt\tchosen\nSay 0, please.\t0\n")
+    assert [row for _, row in read_rows(table)] == [{"prompt": "Say 0, please.", "chosen": "0"}]
+    text = tmp_path / "book.txt"
+    text.write_text("One\u2028line.\nAnother.\n")
+    ((first, second), _) = read(DataSource(path=str(text)))
+    assert (first, second) == ({"text": "One\u2028line."}, {"text": "Another."})
+    (tmp_path / "folder").mkdir()
+    text.rename(tmp_path / "folder" / "LICENCE.txt")
+    table.rename(tmp_path / "folder" / "rows.tsv")
+    assert [file.name for file in local_parts(str(tmp_path / "folder"))["train"]] == ["rows.tsv"]
+
+
+def test_arrow_files_of_both_formats_are_read(tmp_path):
+    table = pyarrow.Table.from_pylist([{"prompt": "Say 0.", "chosen": "0"}])
+    for name, writer in (("file", pyarrow.ipc.new_file), ("stream", pyarrow.ipc.new_stream)):
+        with writer(tmp_path / f"{name}.arrow", table.schema) as out:
+            out.write_table(table)
+        assert [row for _, row in read_rows(tmp_path / f"{name}.arrow")] == table.to_pylist()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_half_a_character_and_endless_nesting_name_file_and_place(tmp_path, suffix):
+    wrap = (lambda row: f"[{row}]") if suffix == "json" else (lambda row: row)
+    file = tmp_path / f"rows.{suffix}"
+    file.write_text(wrap('{"prompt": "smile \\ud83d\\ude00", "chosen": "0"}'))
+    assert next(read_rows(file))[1]["prompt"] == "smile \U0001f600"
+    file.write_text(wrap('{"prompt": "smile \\uD83D", "chosen": "0"}'))
+    with pytest.raises(DataError, match=r"rows\.json.?: (line|row) 1 holds \\ud83d, half of"):
+        list(read_rows(file))
+    file.write_text(wrap('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"))
+    with pytest.raises(DataError, match=r"(line|row) 1 holds values nested too deeply"):
+        list(read_rows(file))
+
+
+def test_answers_in_columns_that_are_not_read_are_named_before_a_run(source):
+    rows = source({"question": "Say 0.", "response_j": "0", "response_k": "no"})
+    config = RunConfig.model_validate({"data": {"sources": [rows.path]}})
+    (refusal,) = refusals(config, [1])
+    assert "columns not read: response_j, response_k" in refusal
+    assert "columns: {chosen: COLUMN, rejected: COLUMN}" in refusal
