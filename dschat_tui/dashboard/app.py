@@ -21,10 +21,12 @@ from dschat_tui import hangup
 from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.screens.base import DashboardScreen
 from dschat_tui.dashboard.screens.dialogs import Choice, Question
-from dschat_tui.dashboard.screens.help import PAGES_WIDTH, HelpRows, Pages
-from dschat_tui.dashboard.screens.run import LOST_SECONDS, RunScreen
+from dschat_tui.dashboard.screens.help import PAGES_WIDTH, Pages, help_rows
+from dschat_tui.dashboard.screens.run.header import LOST_SECONDS
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
-from dschat_tui.dashboard.screens.start import StartScreen
+from dschat_tui.dashboard.screens.start.screen import StartScreen
+from dschat_tui.dashboard.widgets.lines import Lines
 from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.logs.source import Source, SourceError, find_source
 from dschat_tui.runs.state import RUNNING, read_run_state, unknown_run_state
@@ -161,9 +163,10 @@ class Dashboard(App[None]):
         """Show the keys of this screen and the meaning of metrics."""
         screen = self.screen
         kinds = [type(node) for node in (screen, *screen.query("*"), self)]
-        metrics = screen.model.series if isinstance(screen, RunScreen) else ()
+        metrics = screen.run.log.series if isinstance(screen, RunScreen) else ()
         width = min(screen.size.width, PAGES_WIDTH) - 4
-        self.push_screen(Pages("Help", HelpRows(keys.scopes_of(kinds), metrics, width)))
+        rows = help_rows(keys.keys_of(kinds), metrics, width)
+        self.push_screen(Pages("Help", Lines(rows)))
 
     def action_leave(self) -> None:
         """Quit; with a run going or a chat kept, ask what becomes of it."""
@@ -173,7 +176,7 @@ class Dashboard(App[None]):
             for run, chat in self._chats.items()
             if chat.is_alive and chat.has_begun
         ]
-        if not isinstance(screen, RunScreen) or not screen.run_goes_on:
+        if not isinstance(screen, RunScreen) or not screen.run.is_running:
             if ends:
                 quitting = Question(ends, [Choice("y", "quit", "quit")], ("n", "stay"))
                 self.push_screen(quitting, self._leave_answered)
@@ -239,8 +242,8 @@ async def one_frame(app: Dashboard, width: int, height: int) -> str:
         screen = app.screen
         assert isinstance(screen, RunScreen)
         for _ in range(round(ONCE_SECONDS / ONCE_POLL_SECONDS)):
-            screen.drain()
-            if screen.has_all or screen.problem:
+            screen.run.drain()
+            if screen.run.has_all or screen.run.problem:
                 break
             await asyncio.sleep(ONCE_POLL_SECONDS)
         screen.tick()

@@ -166,7 +166,7 @@ class Form:
         """Give an option the value of the profile again."""
         self.assign({key: value_text(get_value(self.base, key))})
 
-    def know(self, facts: ModelFacts) -> None:
+    def set_facts(self, facts: ModelFacts) -> None:
         """Hold the rules against what is known of the models, too."""
         self.facts = facts
         self._check()

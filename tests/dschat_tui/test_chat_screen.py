@@ -20,7 +20,7 @@ from textual.widgets import Input
 from dschat_tui.chat.child import Child, chat_command
 from dschat_tui.dashboard.app import Dashboard, screen_text
 from dschat_tui.dashboard.screens.chat import ChatScreen
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.screens.transcript import Transcript
 from dschat_tui.logs.source import find_source
@@ -329,7 +329,7 @@ def test_a_chat_that_is_left_is_kept_and_hears_of_new_models(
         await shows(pilot, "says more.")
         assert fakes.started == 1
         await pilot.press("ctrl+n")
-        await shows(pilot, "talk with sft and actor")
+        await shows(pilot, "chat with sft and actor")
 
     drive_run(talking_run, script)
     assert fakes.alive == []
@@ -479,7 +479,7 @@ def test_a_run_opens_it_from_both_screens_once_there_is_a_model(tmp_path, monkey
         async with app.run_test(size=(160, 30)) as pilot:
             await until(pilot, lambda: isinstance(app.screen, RunScreen))
             await pilot.press("t")
-            await shows(pilot, "no model to talk with yet")
+            await shows(pilot, "no model to chat with yet")
             model = run.path / "step1-sft" / "model"
             make_models(run, "step1-sft/model")
             await pilot.press("t")

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from dschat_tui import profiles
 from dschat_tui.dashboard import form as forms
 from dschat_tui.dashboard.form import Form, value_text
-from dschat_tui.dashboard.screens import plan as plans
-from dschat_tui.dashboard.screens.start import GROUP_TABS
+from dschat_tui.dashboard.screens.start import plan as plans
+from dschat_tui.dashboard.screens.start.options import GROUPS
 from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.machine import GIB
 from dschat_tui.runs import memory_plan
@@ -42,12 +42,12 @@ def tiny() -> Form:
 
 
 def test_the_tabs_are_the_groups_of_the_schema_and_all_has_every_option():
-    assert list(GROUP_TABS) == [*typing.get_args(Group), forms.ALL]
+    assert list(GROUPS) == [*typing.get_args(Group), forms.ALL]
     assert [option.key for option in forms.options_of("LoRA")][:2] == [
         "actor.lora.rank",
         "actor.lora.alpha",
     ]
-    grouped = [option.key for group in GROUP_TABS[:-1] for option in forms.options_of(group)]
+    grouped = [option.key for group in GROUPS[:-1] for option in forms.options_of(group)]
     assert len(grouped) == len(set(grouped))
     known = [option.key for option in options()]
     assert set(grouped) < set(known)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dschat_tui.cli.main import app
-from dschat_tui.dashboard.screens import start_work
+from dschat_tui.dashboard.screens.start import work as start_work
 from dschat_tui.runs import memory_plan, supervisor
 from engine.config.loading import load_profile
 from engine.models import embedded

@@ -15,8 +15,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dschat_tui.dashboard.app import Dashboard, one_frame, screen_text
-from dschat_tui.dashboard.keys import KEYS
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.panels import PANELS
+from dschat_tui.dashboard.screens.run.answers import AnswersTab
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.widgets.lines import LineList
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs.state import read_run_state
@@ -90,7 +91,7 @@ def drive(
         async with app.run_test(size=size) as pilot:
             screen = app.screen
             assert isinstance(screen, RunScreen)
-            await until(pilot, lambda: screen.has_all)
+            await until(pilot, lambda: screen.run.has_all)
             await script(pilot, screen)
 
     asyncio.run(follow())
@@ -172,10 +173,32 @@ def test_each_step_has_its_panels(run: Path) -> None:
     drive(run, script, (160, 50))
 
 
+def test_a_step_with_fewer_panels_leaves_none_of_the_last_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PANELS, "sft", PANELS["sft"][:2])
+
+    async def script(pilot: Pilot[None], screen: RunScreen) -> None:
+        assert len(titles(await press(pilot, "tab", "tab", "tab"))) == 6
+        frame = await press(pilot, "1")
+        charts = frame.split("[charts]")[0]
+        assert "Perplexity" in charts
+        assert titles(frame) == []
+        # two panels share all the room, down to the row above the tabs
+        assert "Loss" in charts.split("\n")[2]
+        assert "Perplexity" in charts.split("\n")[2]
+        assert f"step {STEPS - 1}" in charts.split("\n")[-2]
+        # and keys act on them
+        assert "at 28" in await press(pilot, "tab", "left", "left")
+        assert len(titles(await press(pilot, "3"))) == 6
+
+    drive(run, script, (100, 30))
+
+
 def test_the_cursor_reads_values_and_leads_to_the_line(run: Path) -> None:
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
         frame = await press(pilot, "left", "left", "left")
-        step = int(screen.view.cursor or 0)
+        step = int(screen.charts.view.cursor or 0)
         assert 0 < step < STEPS - 1
         assert f"at {step}" in frame
         assert f"{step / 10:g}" in frame.split("\n")[2]
@@ -214,7 +237,7 @@ def test_smoothing_log_scale_and_markers_are_told(run: Path) -> None:
 
 def test_answers_are_sorted_searched_and_shown_whole(run: Path) -> None:
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
-        await until(pilot, lambda: len(screen.rollouts) > 0)
+        await until(pilot, lambda: len(screen.run.rollouts) > 0)
         frame = await press(pilot, "a")
         assert "newest first" in frame
         assert f"answer {STEPS - 1} [bold]good" in frame
@@ -224,7 +247,7 @@ def test_answers_are_sorted_searched_and_shown_whole(run: Path) -> None:
         assert "step 0  reward 0 " in frame
         assert "step 0  reward 0.5" in await press(pilot, "down")
         await press(pilot, "slash", *"question 17", "enter")
-        await until(pilot, lambda: screen.answers_found is not None)
+        await until(pilot, lambda: screen.query_one(AnswersTab).found is not None)
         frame = await press(pilot)
         assert "2 with 'question 17'" in frame
         assert "answer 17" in frame
@@ -288,7 +311,7 @@ def test_a_paused_picture_stands_still_while_reading_goes_on(run: Path) -> None:
         assert "paused" in before
         with (run / "step3-rlhf" / "training.log").open("a") as file:
             file.write(write.metrics(STEPS, {"reward": 77.0}) + "\n")
-        await until(pilot, lambda: screen.model.status.done == STEPS + 1)
+        await until(pilot, lambda: screen.run.log.status.done == STEPS + 1)
         assert await press(pilot) == before
         assert "77" in await press(pilot, "p")
 
@@ -296,7 +319,7 @@ def test_a_paused_picture_stands_still_while_reading_goes_on(run: Path) -> None:
 
 
 def test_only_panels_in_sight_are_drawn(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dschat_tui.dashboard.screens.run import Panel
+    from dschat_tui.dashboard.screens.charts import Panel
 
     drawn: list[str] = []
     original = Panel.show_spec
@@ -346,7 +369,7 @@ def test_without_colour_lines_have_patterns(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
-        assert screen.view.patterned
+        assert screen.charts.view.patterned
 
     drive(run, script)
 
@@ -405,8 +428,8 @@ def test_a_run_whose_logs_are_not_read_yet_has_a_picture(run: Path) -> None:
     (run / "run.json").write_text(json.dumps(state))
 
     async def script(pilot: Pilot[None], screen: RunScreen) -> None:
-        screen.models.clear()
-        screen.state = read_run_state(screen.source.state_file)
+        screen.run.logs.clear()
+        screen.run.state = read_run_state(screen.run.source.state_file)
         screen.draw()
         await pilot.pause()
         assert "reading" in screen_text(screen)
@@ -421,15 +444,3 @@ def test_what_cannot_be_done_is_said(run: Path) -> None:
         await until(pilot, lambda: "no line holds 'nowhere'" in screen_text(screen))
 
     drive(run, script, (160, 50))
-
-
-def test_the_table_of_keys_is_whole() -> None:
-    ids = [key.id for key in KEYS]
-    assert len(ids) == len(set(ids))
-    for scope in {key.scope for key in KEYS}:
-        used = [name for key in KEYS if key.scope == scope for name in key.keys.split(",")]
-        assert len(used) == len(set(used)), scope
-    for key in KEYS:
-        owner = {"app": Dashboard, "run": RunScreen, "list": LineList}.get(key.scope)
-        if owner is not None:
-            assert hasattr(owner, "action_" + key.action.split("(")[0]), key

@@ -16,10 +16,9 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 
 from dschat_tui.dashboard.app import Dashboard, screen_text
-from dschat_tui.dashboard.keys import KEYS
 from dschat_tui.dashboard.screens.compare import CompareScreen
 from dschat_tui.dashboard.screens.dialogs import Entry, Question
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.widgets.chart import View, plot
 from dschat_tui.dashboard.widgets.rows import row_text
@@ -184,7 +183,7 @@ def test_enter_opens_a_run_and_escape_leads_back(folder: Path) -> None:
         await press(pilot, "down", "enter")
         await until_on(pilot, RunScreen)
         assert isinstance(pilot.app.screen, RunScreen)
-        assert pilot.app.screen.source.path == wanted
+        assert pilot.app.screen.run.source.path == wanted
         await press(pilot, "escape")
         assert pilot.app.screen is screen
 
@@ -434,11 +433,3 @@ def test_the_run_screen_tells_a_gate_that_only_warns_and_a_stop_asked_for_elsewh
             assert "paused:" not in screen_text(pilot.app.screen)
 
     asyncio.run(follow())
-
-
-def test_the_keys_of_both_screens_do_something() -> None:
-    owners = {"runs": RunsScreen, "compare": CompareScreen}
-    used = [key for key in KEYS if key.scope in owners and not key.action.startswith("app.")]
-    assert used
-    for key in used:
-        assert hasattr(owners[key.scope], "action_" + key.action.split("(")[0]), key

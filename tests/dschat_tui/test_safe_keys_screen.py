@@ -25,10 +25,10 @@ from dschat_tui.dashboard import keys, screens
 from dschat_tui.dashboard.app import Dashboard, screen_text
 from dschat_tui.dashboard.screens.chat import ChatScreen
 from dschat_tui.dashboard.screens.help import Pages
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
 from dschat_tui.dashboard.screens.settling import SETTLE_SECONDS, TOO_SOON, Settling
-from dschat_tui.dashboard.screens.start import StartScreen
+from dschat_tui.dashboard.screens.start.screen import StartScreen
 from dschat_tui.logs.source import find_source
 from dschat_tui.runs import gates, memory_plan
 from dschat_tui.runs.folder import RunFolder
@@ -151,7 +151,7 @@ async def on_start(pilot: Pilot[None], world: World) -> None:
     pilot.app.push_screen(screen := StartScreen(world.folder / "output"))
 
     def is_planned() -> bool:
-        planned = screen.planned
+        planned = screen.draft.planned
         return planned is not None and (planned.is_searched or planned.report.fits)
 
     await until(pilot, is_planned)
@@ -181,17 +181,17 @@ DIALOGS = {
     "app.action_leave 2": Asked(is_as_it_was, after_a_chat, "q"),
     "resuming._ask 1": Asked(is_paused, on_runs, "u", False),
     "resuming.question_of 1": Asked(is_as_it_was, on_runs, "u"),
-    "run.action_stop 1": Asked(goes_on, on_run, "x"),
+    "run.screen.action_stop 1": Asked(goes_on, on_run, "x"),
     "runs.action_stop 1": Asked(goes_on, on_runs, "x"),
     "runs.action_delete 1": Asked(is_as_it_was, on_runs, "d", False),
-    "start.action_start 1": Asked(is_as_it_was, on_start, "s"),
+    "start.screen.action_start 1": Asked(is_as_it_was, on_start, "s"),
 }
 
 
 def dialog_kinds() -> set[str]:
     """The names of all modal screens that give an answer."""
-    for module in pkgutil.iter_modules(screens.__path__):
-        importlib.import_module(f"{screens.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(screens.__path__, f"{screens.__name__}."):
+        importlib.import_module(module.name)
     found: list[type] = [ModalScreen]
     for kind in found:
         found += kind.__subclasses__()
@@ -210,7 +210,8 @@ def test_every_place_that_makes_a_dialog_is_tried_here() -> None:
                 continue
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             made = [call for call in calls if getattr(call.func, "id", "") in kinds]
-            names = [f"{file.stem}.{function.name} {number + 1}" for number in range(len(made))]
+            stem = f"{file.parent.name}.screen" if file.stem == "screen" else file.stem
+            names = [f"{stem}.{function.name} {number + 1}" for number in range(len(made))]
             places += names
     assert sorted(places) == sorted(DIALOGS)
 

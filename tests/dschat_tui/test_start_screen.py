@@ -20,15 +20,17 @@ from textual.pilot import Pilot
 from dschat_tui import profiles
 from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.app import Dashboard, screen_text
-from dschat_tui.dashboard.screens import start_work
+from dschat_tui.dashboard.screens import charts
 from dschat_tui.dashboard.screens.help import Pages
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.runs import RunsScreen
-from dschat_tui.dashboard.screens.start import StartScreen
+from dschat_tui.dashboard.screens.start import work as start_work
+from dschat_tui.dashboard.screens.start.options import OptionList, OptionsPanel
+from dschat_tui.dashboard.screens.start.screen import StartScreen
 from dschat_tui.dashboard.widgets.rows import Rows, row_text
 from dschat_tui.runs import memory_plan, supervisor
 from dschat_tui.runs.folder import RunFolder
-from engine.config.loading import load_config, load_profile, to_yaml, user_profiles
+from engine.config.loading import Option, load_config, load_profile, to_yaml, user_profiles
 from engine.config.schema import RunConfig
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -57,7 +59,9 @@ def drive(
         async with app.run_test(size=size) as pilot:
             screen = app.screen
             assert isinstance(screen, StartScreen)
-            await until(pilot, lambda: screen.planned is not None and bool(screen.needs))
+            await until(
+                pilot, lambda: screen.draft.planned is not None and bool(screen.draft.needs)
+            )
             await script(pilot, screen)
 
     asyncio.run(follow())
@@ -75,20 +79,24 @@ async def press(pilot: Pilot[None], *pressed: str) -> str:
     await pilot.press(*pressed)
     await pilot.pause()
     screen = pilot.app.screen
-    if isinstance(screen, StartScreen) and screen.form is not None:
-        await until(pilot, lambda: screen.planned is not None)
+    if isinstance(screen, StartScreen) and screen.draft.form is not None:
+        await until(pilot, lambda: screen.draft.planned is not None)
     await pilot.pause(0.05)
     return screen_text(pilot.app.screen)
 
 
 async def go_to(pilot: Pilot[None], screen: StartScreen, key: str) -> str:
     """Put the cursor on an option, by searching for it."""
-    if screen.panel != "options":
+    if screen.panel.tab_name != "options":
         await press(pilot, "1")
     await press(pilot, "slash", "ctrl+u", *key, "enter")
-    names = [option.key for option in screen._options()]
-    screen._list("options").go_to(names.index(key))
+    names = [option.key for option in shown_options(screen)]
+    screen.query_one(OptionsPanel).lines.go_to(names.index(key))
     return await press(pilot)
+
+
+def shown_options(screen: StartScreen) -> list[Option]:
+    return screen.query_one(OptionsPanel).shown()
 
 
 def words(screen: StartScreen, selector: str) -> str:
@@ -98,8 +106,8 @@ def words(screen: StartScreen, selector: str) -> str:
 
 
 def config_of(screen: StartScreen) -> RunConfig:
-    assert screen.form is not None
-    return screen.form.config
+    assert screen.draft.form is not None
+    return screen.draft.form.config
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -132,21 +140,21 @@ def test_a_toggle_moves_the_plan_and_the_command() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         await go_to(pilot, screen, "actor.gradient_checkpointing")
         before = memory_plan.make(config_of(screen), None).plan
-        await until(pilot, lambda: "GiB in all" in screen.effect)
+        await until(pilot, lambda: "GiB in all" in screen.query_one(OptionsPanel).effect)
         frame = await press(pilot, "space")
         assert config_of(screen).actor.gradient_checkpointing
         assert "--set actor.gradient_checkpointing=true" in words(screen, "#command")
         assert "* 1 changed" in frame
         assert "*[x]" in frame
-        planned = screen.planned
+        planned = screen.draft.planned
         assert planned is not None
         assert planned.report is not None
         assert planned.report.plan.node_host_bytes < before.node_host_bytes
         assert [command[-1] for command in planned.commands] == [
-            str(screen.output().absolute())
+            str(screen.draft.output().absolute())
         ] * 3
         await press(pilot, "y")
-        assert pilot.app.clipboard == screen.command_text()
+        assert pilot.app.clipboard == screen.draft.command_text()
         frame = await press(pilot, "backspace")
         assert config_of(screen) == load_profile("tiny")
         assert "changed" not in frame
@@ -194,14 +202,14 @@ def test_values_are_typed_and_what_is_wrong_with_one_is_said() -> None:
 def test_profiles_are_filtered_as_a_text_is_typed() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         await press(pilot, "1", "down", "down", "down", "down", "down", "space")
-        changed = dict(screen.form.assignments) if screen.form else {}
+        changed = dict(screen.draft.form.assignments) if screen.draft.form else {}
         assert changed
         await press(pilot, "shift+tab", "slash", *"smoll")
-        assert screen._chosen.startswith("smollm2")
-        assert config_of(screen).models.actor == load_profile(screen._chosen).models.actor
+        assert screen.draft.chosen.startswith("smollm2")
+        assert config_of(screen).models.actor == load_profile(screen.draft.chosen).models.actor
         # what was changed stays changed on another profile
-        assert screen.form is not None
-        assert screen.form.assignments == changed
+        assert screen.draft.form is not None
+        assert screen.draft.form.assignments == changed
         await press(pilot, *"xyz")
         assert "none with 'smollxyz'" in screen_text(screen)
         frame = await press(pilot, "escape", "escape")
@@ -223,10 +231,10 @@ def test_a_filter_can_be_typed_before_all_profiles_are_read(
         async with app.run_test(size=(80, 24)) as pilot:
             screen = app.screen
             assert isinstance(screen, StartScreen)
-            await until(pilot, lambda: screen.planned is not None)
+            await until(pilot, lambda: screen.draft.planned is not None)
             assert "none with 'smoll'" in await press(pilot, "slash", *"smoll", "enter")
             is_typed.set()
-            await until(pilot, lambda: screen._chosen == "smollm2-135m")
+            await until(pilot, lambda: screen.draft.chosen == "smollm2-135m")
 
     asyncio.run(follow())
 
@@ -237,18 +245,18 @@ def test_what_does_not_fit_is_asked_about_and_made_to_fit(monkeypatch: pytest.Mo
 
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         def is_searched() -> bool:
-            return screen.planned is not None and screen.planned.is_searched
+            return screen.draft.planned is not None and screen.draft.planned.is_searched
 
         await until(pilot, is_searched)
         frame = await press(pilot)
         assert "✗ does not fit" in frame
         assert "the smallest change that fits" in frame
-        assert "Start it all the same?" in await press(pilot, "s")
-        before = screen.planned
+        assert "Start it anyway?" in await press(pilot, "s")
+        before = screen.draft.planned
         await press(pilot, "n")
         assert pilot.app.screen is screen
         # it plans anew when it comes back
-        await until(pilot, lambda: screen.planned is not before and is_searched())
+        await until(pilot, lambda: screen.draft.planned is not before and is_searched())
         assert "✓ fits" in await press(pilot, "w")
 
     drive(script)
@@ -261,11 +269,11 @@ def test_a_form_is_saved_as_a_profile() -> None:
         await press(pilot, "space", "v", *"tiny", "enter")
         assert "there is a profile tiny already" in screen_text(screen)
         await press(pilot, "ctrl+u", *"mine", "enter")
-        await until(pilot, lambda: screen.form is not None)
+        await until(pilot, lambda: screen.draft.form is not None)
         frame = await press(pilot)
         assert "new run of mine → output/mine" in frame or "saved" in frame
-        assert screen.form is not None
-        assert screen.form.command(Path("x"))[3:] == ["mine", "--output", "x"]
+        assert screen.draft.form is not None
+        assert screen.draft.form.command(Path("x"))[3:] == ["mine", "--output", "x"]
         assert load_profile("mine").ema.enabled
 
     try:
@@ -312,7 +320,7 @@ def test_refusals_are_shown_and_nothing_is_made(
         await press(pilot, "enter", "ctrl+u", *"./nowhere", "enter", "s")
         await until(pilot, lambda: isinstance(pilot.app.screen, Pages))
         frame = await press(pilot)
-        assert "It does not start" in frame
+        assert "The run cannot start" in frame
         assert "models.actor=./nowhere" in frame
         await press(pilot, "escape")
         assert pilot.app.screen is screen
@@ -368,13 +376,14 @@ def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
             await pilot.pause()
             return " ".join(" ".join(row_text(row) for row in rows).split())
 
-        def descriptions(scope: str) -> list[str]:
-            return [key.description for key in keys.KEYS if key.scope == scope]
+        def descriptions(*kinds: type) -> list[str]:
+            return [key.description for key in keys.keys_of(kinds)]
 
         text = await told()
-        for scope in ("start", "form", "list", "app"):
-            assert all(description in text for description in descriptions(scope))
-        assert not any(key.description in text for key in keys.KEYS if key.id == "run.jump")
+        for kind in (StartScreen, OptionList, Dashboard):
+            assert descriptions(kind)
+            assert all(description in text for description in descriptions(kind))
+        assert not any(key.description in text for key in charts.KEYS[-3:])
         assert "explained variance" in text
         assert "Normally rising towards 1." in text
         assert "predicts worse than a constant" in text
@@ -383,7 +392,7 @@ def test_help_has_every_key_of_the_screen_and_the_metrics() -> None:
         await pilot.pause()
         assert isinstance(pilot.app.screen, RunsScreen)
         text = await told()
-        assert all(description in text for description in descriptions("runs"))
+        assert all(description in text for description in descriptions(RunsScreen))
         await pilot.press("n")
         await pilot.pause()
         assert pilot.app.screen is screen
@@ -421,16 +430,6 @@ def test_the_runs_come_first_while_one_goes_on(here: Path, seconds_ago: float, k
     asyncio.run(look())
 
 
-def test_every_key_of_the_form_has_its_action() -> None:
-    for key in keys.KEYS:
-        if key.scope in ("start", "form"):
-            owner, _, name = key.action.partition("(")[0].rpartition(".")
-            kind = Dashboard if owner == "app" else StartScreen
-            assert hasattr(kind, f"action_{name}"), key.id
-            # a widget's own bindings must name the screen that they act on
-            assert owner or key.scope == "start", key.id
-
-
 def test_keys_typed_ahead_do_what_they_were_meant_for() -> None:
     async def script(pilot: Pilot[None], screen: StartScreen) -> None:
         # as a terminal sends them that was busy: all before the first has been looked at
@@ -438,9 +437,11 @@ def test_keys_typed_ahead_do_what_they_were_meant_for() -> None:
             key = "slash" if sign == "/" else sign
             pilot.app.post_message(events.Key(key, sign))
         pilot.app.post_message(events.Key("enter", "\r"))
-        await until(pilot, lambda: screen.filter == "sequences" and screen._asked is None)
-        assert screen.panel == "options"
-        assert [option.key for option in screen._options()] == ["ppo.kl_horizon"]
+        await until(
+            pilot, lambda: screen.panel.filtered_by == "sequences" and screen._asked is None
+        )
+        assert screen.panel.tab_name == "options"
+        assert [option.key for option in shown_options(screen)] == ["ppo.kl_horizon"]
         assert not screen.is_starting
         assert config_of(screen) == load_profile("tiny")
 

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 
 from dschat_tui.dashboard.app import Dashboard, screen_text
-from dschat_tui.dashboard.screens.run import RunScreen
+from dschat_tui.dashboard.screens.run.screen import RunScreen
 from dschat_tui.dashboard.screens.sweep import SweepScreen
 from dschat_tui.sweep.state import SweepFolder
 
@@ -117,7 +117,7 @@ def test_enter_opens_a_cell_as_a_run_and_escape_comes_back(sweep):
         await pilot.press("enter")
         await pilot.pause(0.05)
         assert isinstance(pilot.app.screen, RunScreen)
-        assert pilot.app.screen.source.path == sweep.path / "z2_lora_true"
+        assert pilot.app.screen.run.source.path == sweep.path / "z2_lora_true"
         await pilot.press("escape")
         await pilot.pause(0.05)
         assert pilot.app.screen is screen

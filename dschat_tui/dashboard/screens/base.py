@@ -1,4 +1,4 @@
-"""What every screen of the dashboard has: its signs, its row of keys, a text told for a while."""
+"""What every screen of the dashboard has: glyphs, the row of keys, a message for some seconds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from textual.screen import Screen
 
 from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.screens.settling import TOO_SOON, Settling
-from dschat_tui.dashboard.widgets.rows import Row
-from dschat_tui.text import ASCII, UNICODE, Glyphs, clean
+from dschat_tui.dashboard.widgets.rows import Row, glyphs_of
+from dschat_tui.text import Glyphs, clean
 
-TOLD_SECONDS = 6.0
+MESSAGE_SECONDS = 6.0
 # smaller screens show one panel at a time
 SMALL_WIDTH, SMALL_HEIGHT = 80, 20
 
 
 class DashboardScreen(Settling, Screen[None]):
-    """A screen that draws itself anew when its size has changed."""
+    """A screen that redraws itself when its size has changed."""
 
     AUTO_FOCUS: ClassVar[str | None] = None
-    _told, _told_until = "", 0.0
+    _message, _message_until = "", 0.0
 
     @property
     def ascii_only(self) -> bool:
@@ -30,17 +30,17 @@ class DashboardScreen(Settling, Screen[None]):
 
     @property
     def glyphs(self) -> Glyphs:
-        """The signs to draw with."""
-        return ASCII if self.ascii_only else UNICODE
+        """The characters to draw with."""
+        return glyphs_of(self.app)
 
     @property
     def is_small(self) -> bool:
-        """Whether there is room for one panel alone."""
+        """Whether there is room for one panel only."""
         return self.size.width < SMALL_WIDTH or self.size.height < SMALL_HEIGHT
 
     @property
     def can_draw(self) -> bool:
-        """Whether its widgets are there, and have a size."""
+        """Whether its widgets are mounted and have a size."""
         return self.is_mounted and bool(self.size.width)
 
     def draw(self) -> None:
@@ -53,34 +53,43 @@ class DashboardScreen(Settling, Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Refuse a key that starts, stops or deletes while it may be meant for another screen."""
-        if action in keys.ACTING and not self.is_settled:
-            self.tell(TOO_SOON)
+        return self.may_act(type(self), action)
+
+    def may_act(self, kind: type, action: str) -> bool:
+        """Whether an action of the screen, or of a widget on it, may happen now; else say why."""
+        if action in keys.acting(kind) and not self.is_settled:
+            self.show_message(TOO_SOON)
             return False
         return True
 
-    def take_typed(self, sign: str) -> bool:
-        """Put a sign into the line that is typed into; False where there is no such line."""
+    def take_typed(self, character: str) -> bool:
+        """Put a character into the prompt; False where there is none."""
         return False
 
-    def tell(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Show a text for some seconds."""
-        self._told, self._told_until = text, time.monotonic() + TOLD_SECONDS
+        self._message, self._message_until = text, time.monotonic() + MESSAGE_SECONDS
         self.draw()
-        self.set_timer(TOLD_SECONDS + 0.1, self.draw)
+        self.set_timer(MESSAGE_SECONDS + 0.1, self.draw)
+
+    def hide_message(self) -> None:
+        """Show no text any longer, from the next drawing on."""
+        self._message_until = 0.0
 
     @property
-    def told(self) -> str:
-        """What is to be told now, if anything."""
-        return clean(self._told, self.ascii_only) if time.monotonic() < self._told_until else ""
+    def message(self) -> str:
+        """The text to show now, if any."""
+        is_due = time.monotonic() < self._message_until
+        return clean(self._message, self.ascii_only) if is_due else ""
 
-    def key_hints(self, *scopes: str) -> Row:
-        """The most useful keys of some scopes, for the last row."""
+    def key_hints(self, *kinds: type) -> Row:
+        """The most useful keys of the screen and of some classes more, for the bottom row."""
         row: Row = []
-        for display, description in keys.hints(*scopes):
+        for display, description in keys.hints(type(self), *kinds):
             row += [(f" {display}", "strong"), (f" {description} ", "muted")]
         return row
 
     def leave(self) -> None:
-        """Go back to the screen before, where there is one."""
+        """Go back to the previous screen, where there is one."""
         if len(self.app.screen_stack) > 2:
             self.app.pop_screen()

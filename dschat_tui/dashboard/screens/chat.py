@@ -133,7 +133,7 @@ class ChatScreen(DashboardScreen):
         super().__init__()
         self.offer(models)
         self.command = command
-        self.hearer = BOTH
+        self.recipient = BOTH
 
     def compose(self) -> ComposeResult:
         """The first model, and the line to ask."""
@@ -141,7 +141,7 @@ class ChatScreen(DashboardScreen):
         with Container(id="conversations"):
             yield self._conversation(next(iter(self.models)))
         with Container(id="ask"):
-            yield Line(id="hearer")
+            yield Line(id="recipient")
             yield Prompt(
                 placeholder="ask, or /help",
                 suggester=SuggestFromList(list(COMMANDS)),
@@ -192,44 +192,44 @@ class ChatScreen(DashboardScreen):
             return
         names = [conversation.model for conversation in conversations]
         folder = clean(self.models[names[0]] if names else "", self.ascii_only)
-        title: Row = [(f" talk with {' and '.join(names)}", "strong"), (f"  {folder}", "muted")]
-        if self.told:
-            title.append((f"  {self.told}", "warn"))
+        title: Row = [(f" chat with {' and '.join(names)}", "strong"), (f"  {folder}", "muted")]
+        if self.message:
+            title.append((f"  {self.message}", "warn"))
         self.query_one("#chat-title", Line).show(title)
-        heard = self.hearer if len(names) > 1 else names[0] if names else ""
-        hearer, shown = self.query_one("#hearer", Line), f" to {heard}: "
-        hearer.styles.width = len(shown)
-        hearer.show([(shown, "strong")])
-        self.query_one("#chat-keys", Line).show(self.key_hints("chat"))
+        asked = self.recipient if len(names) > 1 else names[0] if names else ""
+        recipient, shown = self.query_one("#recipient", Line), f" to {asked}: "
+        recipient.styles.width = len(shown)
+        recipient.show([(shown, "strong")])
+        self.query_one("#chat-keys", Line).show(self.key_hints())
         for conversation in conversations:
             conversation.draw()
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
-        """Send a question or a command to who hears it."""
+        """Send a question or a command to those it is meant for."""
         text = message.value.strip()
         if not text:
             return
         for conversation in self.conversations:
-            if self.hearer in (BOTH, conversation.model) or len(self.conversations) == 1:
+            if self.recipient in (BOTH, conversation.model) or len(self.conversations) == 1:
                 conversation.ask(text)
 
-    def action_hear(self) -> None:
-        """Talk to both models, or to one of them."""
+    def action_address(self) -> None:
+        """Ask both models, or one of them."""
         names = [BOTH, *(conversation.model for conversation in self.conversations)]
         if len(names) > 2:
-            self.hearer = names[(names.index(self.hearer) + 1) % len(names)]
+            self.recipient = names[(names.index(self.recipient) + 1) % len(names)]
 
-    async def action_beside(self) -> None:
-        """Open the next of the run's models beside the first; after the last one, none."""
+    async def action_second(self) -> None:
+        """Open the next of the run's models beside the first; after the last one, close it."""
         open_names = [conversation.model for conversation in self.conversations]
         others = [name for name in self.models if name != open_names[0]]
         if not others:
-            self.tell("the run has no other model to talk with yet")
+            self.show_message("the run has no other model to chat with yet")
             return
         after = others.index(open_names[1]) + 1 if len(open_names) > 1 else 0
         for conversation in self.conversations[1:]:
             await conversation.remove()
-        self.hearer = BOTH
+        self.recipient = BOTH
         if after < len(others):
             await self.query_one("#conversations").mount(self._conversation(others[after]))
 
@@ -244,7 +244,7 @@ class ChatScreen(DashboardScreen):
         for conversation in answering:
             conversation.child.interrupt()
         if not answering:
-            self.tell("^d leaves the chat, and /quit ends it")
+            self.show_message("^d leaves the chat, and /quit ends it")
 
     def action_back(self) -> None:
         """Leave, as at a shell's prompt where nothing is typed; the models stay loaded."""
@@ -255,4 +255,4 @@ class ChatScreen(DashboardScreen):
         self.app.pop_screen()
         below = self.app.screen
         if isinstance(below, DashboardScreen) and self.app.is_screen_installed(self):
-            below.tell("the chat is kept: t goes on with it")
+            below.show_message("the chat is kept: t returns to it")

@@ -8,18 +8,14 @@ from pathlib import Path
 from rich.cells import set_cell_size
 from textual import work
 from textual.app import ComposeResult
-from textual.containers import Container
 
 from dschat_tui.dashboard import keys
+from dschat_tui.dashboard.screens import charts
 from dschat_tui.dashboard.screens.base import DashboardScreen
-from dschat_tui.dashboard.screens.charts import ChartKeys
-from dschat_tui.dashboard.screens.panels import PANEL_COUNT, PANELS
-from dschat_tui.dashboard.screens.run import (
-    TICK_SECONDS,
-    Panel,
-)
+from dschat_tui.dashboard.screens.charts import ChartGrid, Panel
+from dschat_tui.dashboard.screens.panels import PANELS
 from dschat_tui.dashboard.widgets.bars import Line
-from dschat_tui.dashboard.widgets.chart import BRAILLE, SIGNS, Named, View, moved
+from dschat_tui.dashboard.widgets.chart import Named, View, moved
 from dschat_tui.dashboard.widgets.lines import LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import SERIES_STYLES, Row
 from dschat_tui.logs.feed import Feed, History, News, Problem
@@ -30,6 +26,8 @@ from dschat_tui.logs.source import find_source
 from dschat_tui.text import clean
 from engine.config.steps import BY_NAME, STEPS
 
+TICK_SECONDS = 0.25
+CHARTS_PER_PAGE = 6
 LETTERS = "ABCDEF"
 EMPTY = Series()
 LONGEST_KEY, LONGEST_VALUE = 40, 28
@@ -75,11 +73,14 @@ class DifferenceRows:
         return [[(text[shift:], style) for text, style in row] for row in shown]
 
 
-class CompareScreen(ChartKeys, DashboardScreen):
+class CompareScreen(DashboardScreen):
     """The logs of some runs, followed at once; a chart holds one quantity of all of them."""
 
-    CSS_PATH = "compare.tcss"
-    BINDINGS = keys.bindings("compare", "charts")
+    CSS_PATH = ["charts.tcss", "compare.tcss"]  # noqa: RUF012
+    BINDINGS = [  # noqa: RUF012
+        *keys.bindings("compare", "steps"),
+        *keys.bind(charts.KEYS, through="charts"),
+    ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]  # noqa: RUF012
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -93,29 +94,20 @@ class CompareScreen(ChartKeys, DashboardScreen):
         self.models: list[dict[str, LogModel]] = [{} for _ in paths]
         self.problem = ""
         self.chosen: str | None = None
-        self.panel_index = 0
-        self.is_maximised = False
-        self.view = View(banded=False)
+        self.page = 0
+        self.charts = ComparedCharts(self)
 
     def compose(self) -> ComposeResult:
         """Whose curve is which, the steps, the charts, what differs, the keys."""
         yield Line(id="compare-title")
         yield Line(id="compare-steps")
-        with Container(id="compare-panels"):
-            for index in range(PANEL_COUNT):
-                yield Panel(index)
+        yield self.charts
         yield LineList(id="differences")
         yield Line(id="compare-keys")
 
     def on_mount(self) -> None:
         """Start to read once the first picture is on the screen."""
-        self.view = moved(
-            self.view,
-            markers=SIGNS if self.ascii_only else BRAILLE,
-            patterned=self.app.no_color or self.ascii_only,
-        )
         self.query_one("#differences", LineList).show(Nothing("reading"))
-        self._mark_panel()
         self.set_interval(TICK_SECONDS, self.tick)
         for feed in self.feeds:
             self.call_after_refresh(feed.start)
@@ -125,11 +117,6 @@ class CompareScreen(ChartKeys, DashboardScreen):
         """Let the reading threads end."""
         for feed in self.feeds:
             feed.stop()
-
-    def on_resize(self) -> None:
-        """One panel at a time where it is small."""
-        self.set_class(self.is_small or self.is_maximised, "-single")
-        super().on_resize()
 
     @work(thread=True, exit_on_error=False, group="differences")
     def _read_differences(self) -> None:
@@ -203,53 +190,53 @@ class CompareScreen(ChartKeys, DashboardScreen):
         if self.problem:
             legend.append((clean(self.problem, self.ascii_only), "bad"))
         self.query_one("#compare-title", Line).show(legend)
-        self.query_one("#compare-keys", Line).show(self.key_hints("app", "compare", "charts"))
+        self.query_one("#compare-keys", Line).show(self.key_hints(type(self.app)))
         names = self.quantities
-        self.panel_index = min(self.panel_index, max(len(names) - 1, 0))
-        page = self.panel_index // PANEL_COUNT
-        self.query_one("#compare-steps", Line).show(self._steps_row(page, len(names)))
+        pages = -(-len(names) // CHARTS_PER_PAGE)
+        self.page = min(self.page, max(pages - 1, 0))
+        self.query_one("#compare-steps", Line).show(self._steps_row(pages, len(names)))
         if not self.has_class("-differing"):
-            self._draw_panels(names[page * PANEL_COUNT : (page + 1) * PANEL_COUNT])
+            shown = names[self.page * CHARTS_PER_PAGE :][:CHARTS_PER_PAGE]
+            self.charts.lay_out(max(len(shown), 1))
+            self.charts.draw_each(lambda index, panel: self._draw_panel(shown, index, panel))
 
-    def _steps_row(self, page: int, count: int) -> Row:
+    def _steps_row(self, pages: int, count: int) -> Row:
         row: Row = []
         for step in self.steps:
             name = f"{BY_NAME[step].number} {BY_NAME[step].short_title}"
             is_shown = step == self.step
             row.append((f"[{name}]" if is_shown else f" {name} ", "chosen" if is_shown else "text"))
-        pages = -(-count // PANEL_COUNT)
-        told = f"  quantity {self.panel_index + 1} of {count}" if count else ""
-        if pages > 1 and not self.has_class("-single"):
-            told += f", page {page + 1} of {pages}"
-        return [*row, (told, "muted")]
+        at = self.page * CHARTS_PER_PAGE + self.charts.index
+        place = f"  quantity {at + 1} of {count}" if count else ""
+        if pages > 1 and not self.charts.is_alone:
+            place += f", page {self.page + 1} of {pages}"
+        return [*row, (place, "muted")]
 
-    def _draw_panels(self, names: Sequence[str]) -> None:
-        alone, current = self.has_class("-single"), self.panel_index % PANEL_COUNT
-        for index in range(PANEL_COUNT):
-            if alone and index != current:
-                continue
-            panel = self._panel(index)
-            name = names[index] if index < len(names) else None
-            panel.title = "" if name is None else heading(name)
-            panel.empty = "" if names else "no values yet" if index == 0 else ""
-            panel.show(() if name is None else self._named(name), self.view)
+    def _draw_panel(self, names: Sequence[str], index: int, panel: Panel) -> None:
+        name = names[index] if index < len(names) else None
+        panel.title = "" if name is None else heading(name)
+        panel.show(() if name is None else self._named(name), self.charts.view)
 
-    def _panel(self, index: int) -> Panel:
-        return self.query_one(f"#panel-{index}", Panel)
-
-    def _mark_panel(self) -> None:
-        for index in range(PANEL_COUNT):
-            self._panel(index).set_class(index == self.panel_index % PANEL_COUNT, "-current")
-            self._panel(index).redraw()
+    def go_by(self, quantities: int) -> None:
+        """Go to another quantity, on another page too."""
+        count = max(len(self.quantities), 1)
+        at = (self.page * CHARTS_PER_PAGE + self.charts.index + quantities) % count
+        self.page, index = divmod(at, CHARTS_PER_PAGE)
+        self.charts.go_to(index)
+        self.call_after_refresh(self.draw)
 
     # keys
+
+    async def action_charts(self, action: str) -> None:
+        """Pass a key to the charts."""
+        await self.charts.run_action(action)
 
     def action_back(self) -> None:
         """From the differences to the charts, from those to the runs."""
         if self.has_class("-differing"):
             self.action_differences()
-        elif self.view.cursor is not None:
-            self.look(cursor=None)
+        elif self.charts.view.cursor is not None:
+            self.charts.look(cursor=None)
         else:
             self.leave()
 
@@ -264,39 +251,31 @@ class CompareScreen(ChartKeys, DashboardScreen):
         """Compare one of the steps."""
         if index >= len(self.steps):
             return
-        self.chosen, self.panel_index = self.steps[index], 0
-        self.view = moved(self.view, cursor=None)
-        self._mark_panel()
+        self.chosen, self.page = self.steps[index], 0
+        self.charts.view = moved(self.charts.view, cursor=None)
+        self.charts.go_to(0)
         self.draw()
+
+
+class ComparedCharts(ChartGrid):
+    """A page of charts, each with one quantity of all runs; the keys turn the pages."""
+
+    def __init__(self, compared: CompareScreen) -> None:
+        super().__init__(CHARTS_PER_PAGE, View(banded=False), id="compare-panels")
+        self._compared = compared
 
     def action_panel(self, by: int) -> None:
-        """Go to another quantity, on another page too."""
-        count = len(self.quantities)
-        self.panel_index = (self.panel_index + by) % count if count else 0
-        self._mark_panel()
-        self.call_after_refresh(self.draw)
-
-    def action_maximise(self) -> None:
-        """Give the panel the whole place, or give it back."""
-        self.is_maximised = not self.is_maximised
-        self.on_resize()
-
-    def current_chart(self) -> Panel:
-        """The panel that keys act on."""
-        return self._panel(self.panel_index % PANEL_COUNT)
-
-    def draw_charts(self) -> None:
-        """Draw the panels in sight."""
-        self.draw()
+        """Go to another quantity."""
+        self._compared.go_by(by)
 
 
 def heading(name: str) -> str:
     """The title of a quantity that stands alone."""
-    told = title(name)
+    text = title(name)
     if name.startswith("eval_"):
-        told = f"held-out {name.removeprefix('eval_')}"
+        text = f"held-out {name.removeprefix('eval_')}"
     elif name.endswith("_loss"):
-        told = told if "loss" in told else f"{told} loss"
+        text = text if "loss" in text else f"{text} loss"
     elif name.endswith("_ema"):
-        told = f"{title(name.removesuffix('_ema'))} {told}"
-    return told[:1].upper() + told[1:]
+        text = f"{title(name.removesuffix('_ema'))} {text}"
+    return text[:1].upper() + text[1:]

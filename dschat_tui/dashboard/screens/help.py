@@ -24,7 +24,8 @@ SCOPE_TITLES = {
     "app": "everywhere",
     "start": "new run",
     "form": "new run, on the options",
-    "charts": "steps and charts",
+    "steps": "steps",
+    "charts": "charts",
     "run": "a run",
     "runs": "the runs",
     "compare": "compared runs",
@@ -56,7 +57,7 @@ class Pages(ModalScreen[None]):
         """Fill it."""
         self.query_one("#pages-title", Line).show([(self._title, "strong")])
         shown: Row = []
-        for display, description in keys.hints("pages"):
+        for display, description in keys.hints(type(self)):
             shown += [(f"{display} ", "strong"), (f"{description}  ", "muted")]
         self.query_one("#pages-keys", Line).show(shown)
         listed = self.query_one("#pages-list", LineList)
@@ -68,52 +69,48 @@ class Pages(ModalScreen[None]):
         self.dismiss()
 
 
-class HelpRows:
-    """The keys of some scopes, what each metric means and where it is normally, what is judged."""
+def help_rows(bound: Iterable[keys.Key], metrics: Iterable[str], width: int) -> list[Row]:
+    """The keys that are bound, what each metric means and its normal range, what is judged."""
+    width = max(width, 40)
+    rows: list[Row] = []
+    scopes: dict[str, list[keys.Key]] = {}
+    for key in bound:
+        scopes.setdefault(key.scope, []).append(key)
+    for scope, entries in scopes.items():
+        rows += _heading(f"Keys: {SCOPE_TITLES.get(scope, scope)}")
+        for key in entries:
+            rows += _entry(f"  {key.display:<{KEY_WIDTH}}", key.description, width)
+    present = [name for name in metrics if name in QUANTITIES]
+    if present:
+        rows += _heading("Metrics of this log: what each means, and its normal range")
+        rows += _metrics(present, width)
+    others = [name for name in QUANTITIES if name not in present]
+    rows += _heading("Metrics" + (" that this log does not have" if present else ""))
+    rows += _metrics(others, width)
+    rows += _heading("Health: what is checked")
+    for rule in RULES:
+        first_line = (rule.__doc__ or "").strip().split("\n")[0]
+        rows += _entry(f"  {rule.__name__.replace('_', ' '):<{NAME_WIDTH}}", first_line, width)
+    return rows[1:]
 
-    def __init__(self, scopes: Iterable[str], metrics: Iterable[str], width: int) -> None:
-        self._rows: list[Row] = []
-        self._width = max(width, 40)
-        for scope in scopes:
-            self._heading(f"Keys: {SCOPE_TITLES.get(scope, scope)}")
-            for key in keys.KEYS:
-                if key.scope == scope:
-                    self._entry(f"  {key.display:<{KEY_WIDTH}}", key.description)
-        present = [name for name in metrics if name in QUANTITIES]
-        if present:
-            self._heading("Metrics of this log: what each means; where it is normally")
-            self._metrics(present)
-        others = [name for name in QUANTITIES if name not in present]
-        self._heading("Metrics" + (" that it does not have" if present else ""))
-        self._metrics(others)
-        self._heading("Health: what is looked at")
-        for rule in RULES:
-            told = (rule.__doc__ or "").strip().splitlines()
-            self._entry(f"  {rule.__name__.replace('_', ' '):<{NAME_WIDTH}}", " ".join(told[:1]))
 
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return len(self._rows)
+def _heading(text: str) -> list[Row]:
+    return [[], [(text, "strong")]]
 
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return self._rows[first : first + count]
 
-    def _heading(self, text: str) -> None:
-        if self._rows:
-            self._rows.append([])
-        self._rows.append([(text, "strong")])
+def _metrics(names: Iterable[str], width: int) -> list[Row]:
+    rows: list[Row] = []
+    for name in names:
+        quantity = QUANTITIES[name]
+        unit = f" ({quantity.unit})" if quantity.unit else ""
+        rows += _entry(f"  {quantity.title + unit:<{NAME_WIDTH}}", quantity.help, width)
+    return rows
 
-    def _metrics(self, names: Iterable[str]) -> None:
-        for name in names:
-            quantity = QUANTITIES[name]
-            unit = f" ({quantity.unit})" if quantity.unit else ""
-            self._entry(f"  {quantity.title + unit:<{NAME_WIDTH}}", quantity.help)
 
-    def _entry(self, head: str, text: str) -> None:
-        """A name and its text, broken beside it."""
-        lines = textwrap.wrap(text, self._width - len(head) - 1) or [""]
-        for index, line in enumerate(lines):
-            name = head if index == 0 else " " * len(head)
-            self._rows.append([(name, "strong"), (f" {line}", "text")])
+def _entry(head: str, text: str, width: int) -> list[Row]:
+    """A name and its text, wrapped beside it."""
+    lines = textwrap.wrap(text, width - len(head) - 1) or [""]
+    heads = [head, *[" " * len(head)] * (len(lines) - 1)]
+    return [
+        [(name, "strong"), (f" {line}", "text")] for name, line in zip(heads, lines, strict=True)
+    ]

@@ -71,4 +71,3 @@ PANELS: dict[str, tuple[PanelSpec, ...]] = {
         *_SPEED,
     ),
 }
-PANEL_COUNT = 6

@@ -124,6 +124,6 @@ class ResumingScreen(DashboardScreen):
             resume.apply(resumption)
             supervisor.start(resumption.run)
         except (Refusal, OSError) as error:
-            self.app.call_from_thread(self.tell, f"it cannot go on: {error}")
+            self.app.call_from_thread(self.show_message, f"it cannot go on: {error}")
             return
         self.app.call_from_thread(self.has_resumed, resumption.run.path)

@@ -141,7 +141,7 @@ class RunsScreen(ResumingScreen):
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Say what went wrong beside the screen."""
         if event.state == WorkerState.ERROR:
-            self.tell(f"{event.worker.name}: {event.worker.error!r}")
+            self.show_message(f"{event.worker.name}: {event.worker.error!r}")
 
     def show_runs(self, runs: list[PastRun]) -> None:
         """Show these runs, the cursor on the run that it was on."""
@@ -162,8 +162,8 @@ class RunsScreen(ResumingScreen):
         if len(folder) > room:
             folder = self.glyphs.cut + folder[-room:]
         title: Row = [(f" runs in {folder}", "strong")]
-        if self.told:
-            title.append((f"  {self.told}", "warn"))
+        if self.message:
+            title.append((f"  {self.message}", "warn"))
         if self.marked:
             title.append((f"  {len(self.marked)} marked", "text"))
         self.query_one("#runs-title", Line).show(title)
@@ -173,7 +173,7 @@ class RunsScreen(ResumingScreen):
         none = f"no runs in {self.folder.absolute()}; `dschat run` makes one"
         listed.show(rows if self.runs else Nothing(clean(none, is_ascii)))
         self._draw_details()
-        self.query_one("#runs-keys", Line).show(self.key_hints("runs", "app"))
+        self.query_one("#runs-keys", Line).show(self.key_hints(type(self.app)))
 
     def _draw_details(self) -> None:
         is_ascii, run = self.ascii_only, self.chosen
@@ -204,7 +204,7 @@ class RunsScreen(ResumingScreen):
         run = self.chosen
         if run is not None:
             self.marked ^= {run.path}
-            self._told_until = 0.0
+            self.hide_message()
             self.query_one("#runs", LineList).action_line(1)
             self.draw()
 
@@ -215,7 +215,7 @@ class RunsScreen(ResumingScreen):
         if len(wanted) == 1 and run is not None:
             wanted.add(run.path)
         if not FEWEST_COMPARED <= len(wanted) <= MOST_COMPARED:
-            self.tell(f"mark {FEWEST_COMPARED} to {MOST_COMPARED} runs with m, then c")
+            self.show_message(f"mark {FEWEST_COMPARED} to {MOST_COMPARED} runs with m, then c")
             return
         from dschat_tui.dashboard.screens.compare import CompareScreen
 
@@ -227,7 +227,7 @@ class RunsScreen(ResumingScreen):
         """Talk with the models of the run."""
         run = self.chosen
         if run is not None and not self.app.open_chat(run.path):  # type: ignore[attr-defined]
-            self.tell(f"{run.path.name} has no model to talk with yet: step 1 makes the first")
+            self.show_message(f"{run.path.name} has no model to chat with yet")
 
     def action_stop(self) -> None:
         """Ask whether to stop the run; one that is stopping already, whether to end it."""
@@ -235,7 +235,7 @@ class RunsScreen(ResumingScreen):
         if run is None:
             return
         if not run.goes_on:
-            self.tell(f"nothing to stop: {run.path.name} does not go on")
+            self.show_message(f"nothing to stop: {run.path.name} does not go on")
             return
         lines = [f"Stop {clean(run.path.name, self.ascii_only)}?"]
         lines.append("It saves a checkpoint first; x again ends it without.")
@@ -259,11 +259,11 @@ class RunsScreen(ResumingScreen):
         try:
             control.ask_to_stop(run)
         except (control.NotRunning, OSError) as error:
-            self.app.call_from_thread(self.tell, str(error))
+            self.app.call_from_thread(self.show_message, str(error))
             return
         state = run.read_state() or unknown_run_state()
         told = stopping.stopping_text(state, 2 if past.is_stopping else 1, "x")
-        self.app.call_from_thread(self.tell, f"{past.path.name}: {told}")
+        self.app.call_from_thread(self.show_message, f"{past.path.name}: {told}")
         self.app.call_from_thread(self.read)
 
     def action_resume(self) -> None:
@@ -273,7 +273,7 @@ class RunsScreen(ResumingScreen):
 
     def has_resumed(self, path: Path) -> None:
         """Say so, and look."""
-        self.tell(f"{path.name} goes on")
+        self.show_message(f"{path.name} goes on")
         self.read()
 
     def action_delete(self) -> None:
@@ -282,7 +282,7 @@ class RunsScreen(ResumingScreen):
         if run is None:
             return
         if run.goes_on:
-            self.tell(f"{run.path.name} is going on; stop it first")
+            self.show_message(f"{run.path.name} is going on; stop it first")
             return
         name = run.path.name
         fewest = min(FEWEST_LETTERS, len(name))
@@ -318,11 +318,11 @@ class RunsScreen(ResumingScreen):
         try:
             kept = control.delete(RunFolder(path))
         except (control.NotDeletable, OSError, RunIsHeld) as error:
-            self.app.call_from_thread(self.tell, f"not deleted: {error}")
+            self.app.call_from_thread(self.show_message, f"not deleted: {error}")
             return
         self.app.call_from_thread(self.app.end_chat, path)  # type: ignore[attr-defined]
         told = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
-        self.app.call_from_thread(self.tell, told)
+        self.app.call_from_thread(self.show_message, told)
         self.app.call_from_thread(self.read)
 
 

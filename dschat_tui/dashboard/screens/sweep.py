@@ -170,7 +170,7 @@ class SweepScreen(DashboardScreen):
             self.state = self.folder.read() or self.state
         except (OSError, SweepError) as error:
             # the folder stands beside it, and may leave no room for the rest
-            self.tell(str(error).removeprefix(f"{self.folder.path}/"))
+            self.show_message(str(error).removeprefix(f"{self.folder.path}/"))
         self.draw()
 
     def draw(self) -> None:
@@ -178,11 +178,11 @@ class SweepScreen(DashboardScreen):
         if not self.can_draw:
             return
         enter: Row = [(" enter", "strong"), (" open the cell ", "muted")]
-        self.query_one("#sweep-keys", Line).show(enter + self.key_hints("sweep", "app"))
+        self.query_one("#sweep-keys", Line).show(enter + self.key_hints(type(self.app)))
         title: Row = [(" sweep", "strong")]
         place: Row = [(f"  {clean(str(self.folder.path), self.ascii_only)}", "muted")]
-        if self.told:
-            place.insert(0, (f"  {self.told}", "warn"))
+        if self.message:
+            place.insert(0, (f"  {self.message}", "warn"))
         listed = self.query_one("#cells", LineList)
         if self.state is None:
             self.query_one("#sweep-title", Line).show(title + place)
@@ -238,7 +238,7 @@ class SweepScreen(DashboardScreen):
         try:
             source = find_source(self.folder.path / cell["name"])
         except SourceError:
-            self.tell(f"no run: it is {cell['state']}")
+            self.show_message(f"no run: it is {cell['state']}")
             return
         self.app.open_run(source)  # type: ignore[attr-defined]
 

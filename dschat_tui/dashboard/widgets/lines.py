@@ -37,8 +37,20 @@ class Nothing:
         return [[(self.text, "muted")]]
 
 
+class Lines:
+    """A source of rows that were made before."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self.count = len(rows)
+
+    def rows(self, first: int, count: int, shift: int) -> list[Row]:
+        """Rows from `first` on."""
+        return self._rows[first : first + count]
+
+
 class LineList(Rows, can_focus=True):
-    """The rows of a source around a cursor; `follow` keeps the last row in sight."""
+    """The rows of a source around a cursor; `follow` keeps the last row visible."""
 
     DEFAULT_CSS = """
     LineList { height: 1fr; width: 1fr; }
@@ -127,6 +139,12 @@ class LineList(Rows, can_focus=True):
     def action_last(self) -> None:
         """Go to the last row."""
         self.go_to(self.source.count - 1)
+
+    def action_follow(self) -> None:
+        """Keep the last row visible, or stop doing so."""
+        self.follow = not self.follow
+        if self.follow:
+            self.go_to(self.source.count - 1)
 
     def action_shift(self, steps: int) -> None:
         """Look further to the right, or back."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from textual.app import App
 from textual.color import Color
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dschat_tui.text import ASCII, UNICODE
+from dschat_tui.text import ASCII, UNICODE, Glyphs
 
 # a piece of a row: its text and the name of its style, one of `STYLES`
 Span = tuple[str, str]
@@ -62,6 +65,11 @@ def palette(variables: Mapping[str, str]) -> dict[str, Style]:
     return _palette(tuple((name, variables[name]) for name in sorted(used)))
 
 
+def glyphs_of(app: App[Any]) -> Glyphs:
+    """The characters that an app draws with."""
+    return ASCII if app.has_class("-ascii") else UNICODE
+
+
 def row_text(row: Iterable[Span]) -> str:
     """The text of a row, without its styles."""
     return "".join(text for text, _ in row)
@@ -82,6 +90,12 @@ def fit(row: Row, width: int, cut: str) -> Row:
         fitted.append((text, style))
         left -= cell_len(text)
     return fitted
+
+
+def wrapped(text: str, width: int, style: str) -> list[Row]:
+    """A text wrapped at a width, its later rows indented by two cells."""
+    lines = textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_on_hyphens=False)
+    return [[(line, style)] for line in lines or [""]]
 
 
 def changed_cells(old: Row, new: Row, width: int) -> tuple[int, int]:
@@ -115,8 +129,8 @@ class Rows(Widget):
 
     @property
     def cut(self) -> str:
-        """The sign at the end of what is cut off."""
-        return (ASCII if self.app.has_class("-ascii") else UNICODE).cut
+        """The character at the end of what is cut off."""
+        return glyphs_of(self.app).cut
 
     def build(self, width: int, height: int) -> list[Row]:
         """What the widget shows at a size."""

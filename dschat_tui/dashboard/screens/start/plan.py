@@ -1,15 +1,17 @@
-"""The plan of a run as rows: a bar for each step, and what is in it."""
+"""The plan panel: whether the run fits into memory, a bar for each step, and what is in it."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 
-from dschat_tui.dashboard.widgets.rows import Row, fit
-from dschat_tui.text import Glyphs
+from dschat_tui.dashboard.screens.start.draft import Draft
+from dschat_tui.dashboard.screens.start.panel import StartPanel
+from dschat_tui.dashboard.widgets.lines import LineList, Lines, Nothing
+from dschat_tui.dashboard.widgets.rows import Row, fit, wrapped
+from dschat_tui.text import ASCII, Glyphs, clean
 from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
@@ -42,6 +44,35 @@ _WEIGHTS = ("weights", "gathered", "partition", "copy", "average")
 _OPTIMIZER = ("master", "Adam", "gradient", "reduction", "way back")
 _SHORTEST_BAR = 10
 _LABEL_WIDTH = 20
+
+
+class PlanPanel(LineList, StartPanel):
+    """Broken rules, then the plan."""
+
+    tab_name = "plan"
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__(id=self.tab_name)
+        self.draft = draft
+
+    def update(self, draft: Draft) -> None:
+        """List them."""
+        planned, is_ascii = draft.planned, self.glyphs is ASCII
+        width = max(self.size.width, self.screen.size.width)
+        rows: list[Row] = []
+        for violation in draft.form.violations if draft.form is not None else ():
+            text = f"{self.glyphs.check} {clean(str(violation), is_ascii)}"
+            rows += wrapped(text, width, "bad")
+        if planned is None:
+            # the previous plan stays visible until there is the next
+            if not isinstance(self.source, Lines):
+                self.show(Nothing("planning"))
+            return
+        if planned.report is None:
+            rows += wrapped(clean(planned.problem, is_ascii), width, "warn")
+        else:
+            rows += plan_rows(planned.report, planned.is_searched, width, self.glyphs)
+        self.show(Lines(rows))
 
 
 def part_of(item: Item) -> str:
@@ -130,12 +161,12 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
     style, sign = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
     lines = report.verdict()
     if not report.fits and not is_searched:
-        lines[1:] = ["looking for what makes it fit"]
+        lines[1:] = ["looking for a change that makes it fit"]
     elif report.change is not None:
         lines[-1] += " (w sets that)"
-    told = [row for line in lines for row in wrapped(line, width - 2, "text")]
-    rows: list[Row] = [[(f"{sign} ", style), *told[0]]]
-    rows += [[("  ", "text"), *row] for row in told[1:]]
+    text = [row for line in lines for row in wrapped(line, width - 2, "text")]
+    rows: list[Row] = [[(f"{sign} ", style), *text[0]]]
+    rows += [[("  ", "text"), *row] for row in text[1:]]
     seen: set[str] = set()
     numbers: list[Row] = []
     plan = report.plan
@@ -166,22 +197,16 @@ def _bar_row(
 
     needed = sum(sizes.values())
     enough = needed <= capacity
-    told = f" {gib(needed)} of {gib(capacity)} {glyphs.done if enough else glyphs.failed}"
-    room = width - _LABEL_WIDTH - cell_len(told)
+    text = f" {gib(needed)} of {gib(capacity)} {glyphs.done if enough else glyphs.failed}"
+    room = width - _LABEL_WIDTH - cell_len(text)
     row: Row = [(f"{label:<{_LABEL_WIDTH}}", "strong")]
     if room >= _SHORTEST_BAR:
         row += bar(sizes, capacity, room, glyphs)
-    return fit([*row, (told, "good" if enough else "bad")], width, glyphs.cut)
+    return fit([*row, (text, "good" if enough else "bad")], width, glyphs.cut)
 
 
 def _numbers(label: str, phase: str, sizes: Mapping[str, int], width: int) -> list[Row]:
     from dschat_tui.text import gib
 
-    told = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
-    return wrapped(f"{label}, while: {phase}: {told}", width, "muted")
-
-
-def wrapped(text: str, width: int, style: str) -> list[Row]:
-    """A text broken at a width, its later rows set in by two cells."""
-    lines = textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_on_hyphens=False)
-    return [[(line, style)] for line in lines or [""]]
+    text = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+    return wrapped(f"{label}, while: {phase}: {text}", width, "muted")

@@ -1,4 +1,4 @@
-"""What the Start screen finds out and does beside itself, in worker threads."""
+"""What the Start screen does in worker threads: needs, plans, the data, the start of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dschat_tui import hangup
-from dschat_tui.dashboard.screens.start_rows import Need
 from dschat_tui.machine import GIB
 from dschat_tui.text import gib
 
@@ -20,10 +19,23 @@ if TYPE_CHECKING:
     from engine.config.schema import RunConfig
 
 POLL_SECONDS = 0.05
+# a key held down changes options faster than anybody reads plans
+SETTLE_SECONDS = 0.05
+
+
+class Need(NamedTuple):
+    """What a profile needs of this machine and whether it has that, or why that is not known.
+
+    `size` is in GiB, `?` where it is not known; `fits` is None then.
+    """
+
+    size: str
+    fits: bool | None
+    problem: str = ""
 
 
 class Planned(NamedTuple):
-    """What is found out about a form beside the screen."""
+    """The plan of a form, and the commands of its steps. `is_searched`: a fix was looked for."""
 
     report: Report | None
     problem: str
@@ -89,8 +101,8 @@ def effect(config: RunConfig, key: str, value: Any) -> str:
     except memory_plan.PlanError:
         return ""
     change = (_peak(after) - _peak(before)) / GIB
-    told = f"{change:+.2g} GiB" if abs(change) >= 0.0005 else "no change of the peak"
-    return f"{value_text(value)}: {told}, {gib(_peak(after))} GiB in all."
+    text = f"{change:+.2g} GiB" if abs(change) >= 0.0005 else "peak unchanged"
+    return f"{value_text(value)}: {text}, {gib(_peak(after))} GiB in all."
 
 
 def start(config: RunConfig, profile: str, output: Path) -> Started:

@@ -1,4 +1,4 @@
-"""What the machine is doing: memory, processors, disk, GPUs, the processes of the run."""
+"""The system tab: memory, processors, disk, GPUs, and the processes of the run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,52 @@ import os
 import shutil
 from pathlib import Path
 
-import psutil
+from textual import work
 
+from dschat_tui.dashboard.screens.run.model import Every, RunModel
+from dschat_tui.dashboard.screens.run.tab import RunTab
+from dschat_tui.dashboard.widgets.bars import Line
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.machine import GIB, NoAnswer, has_nvidia_smi, query_gpus
 from dschat_tui.text import ASCII, Glyphs, clean
 
 _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
+REFRESH_SECONDS = 2.0
 # quitting waits for it
 _GPU_SECONDS = 2.0
 _BAR_CELLS = 20
 PROCESSES_SHOWN = 12
 
 
+class SystemTab(Line, RunTab):
+    """The state of the machine, read again every two seconds."""
+
+    tab_name = "system"
+    letter = "s"
+
+    def __init__(self) -> None:
+        super().__init__(id=self.tab_name)
+        self._refresh = Every(REFRESH_SECONDS)
+
+    def update(self, run: RunModel) -> None:
+        """Read the state of the machine where it is due."""
+        if self._refresh.is_due():
+            self._read(run.source.path, run.processes())
+
+    def reset(self) -> None:
+        """Read it now."""
+        self._refresh.reset()
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="system")
+    def _read(self, folder: Path, leaders: list[int]) -> None:
+        self.app.call_from_thread(self.show, *system_rows(folder, leaders, self.glyphs))
+
+
 def system_rows(folder: Path, leaders: list[int], glyphs: Glyphs) -> list[Row]:
-    """Rows about the machine now; `leaders` are the pids of the run's supervisor and step."""
+    """Rows about the machine now; `leaders` are the pids of the run's supervisor and steps."""
+    # here, not above: the first picture comes first
+    import psutil
+
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     rows = [
@@ -62,8 +93,8 @@ def _gpu_rows(glyphs: Glyphs) -> list[Row]:
     for parts in found:
         index, name, busy, used, total, temperature, power = parts
         share = _number(used) / (_number(total) or 1.0)
-        told = f"{used}/{total} MiB, {busy} % busy, {temperature} C, {power} W  {name}"
-        rows.append(_share(f"GPU {index}", share, clean(told, glyphs is ASCII), glyphs))
+        text = f"{used}/{total} MiB, {busy} % busy, {temperature} C, {power} W  {name}"
+        rows.append(_share(f"GPU {index}", share, clean(text, glyphs is ASCII), glyphs))
     return rows
 
 
@@ -75,6 +106,8 @@ def _number(text: str) -> float:
 
 
 def _process_rows(leaders: list[int], glyphs: Glyphs) -> list[Row]:
+    import psutil
+
     found: dict[int, psutil.Process] = {}
     for pid in leaders:
         try:
