@@ -442,7 +442,7 @@ def test_a_run_from_the_form_to_its_end(
         shown.press(" ")
         shown.wait_for_text(f"{key}=true")
     shown.press_after_a_pause("s")
-    shown.wait_for_text("1 SFT")
+    shown.wait_for_text("[1 SFT]")
     config = load_config(run.config_file)
     assert config.ema.enabled
     assert config.actor.gradient_checkpointing

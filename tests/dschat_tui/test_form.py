@@ -219,4 +219,4 @@ def test_the_plan_says_what_to_change_where_it_does_not_fit(width: int):
     for key in short.change.assignments:
         assert key in "".join(row.strip() for row in rows)
     looking = [row_text(row) for row in plans.plan_rows(short, False, width, ASCII)]
-    assert any("looking for what makes it fit" in row for row in looking)
+    assert any("looking for a change that fits" in row for row in looking)

@@ -160,7 +160,7 @@ def test_the_form_says_so_too_and_shows_no_number(tmp_path):
     planned = start_work.planned(config, tmp_path / "run", is_searched=False)
     assert planned.report is None
     need = start_work.need(config)
-    assert (need.told, need.fits) == ("?", None)
+    assert (need.size, need.fits) == ("?", None)
     for told in (planned.problem, need.problem):
         assert "there is no plan" in told
         assert "trains all the same" in told

@@ -139,7 +139,7 @@ def is_as_it_was(world: World) -> None:
 
 async def on_run(pilot: Pilot[None], world: World) -> None:
     pilot.app.push_screen(screen := RunScreen(find_source(world.run.path)))
-    await until(pilot, lambda: screen.state is not None)
+    await until(pilot, lambda: screen.run.state is not None)
 
 
 async def on_runs(pilot: Pilot[None], world: World) -> None:

@@ -153,12 +153,6 @@ class OptionsPanel(Container, StartPanel):
         self.group, self.filtered_by = GROUPS[index], ""
         self.lines.cursor = 0
 
-    def narrow(self, text: str) -> None:
-        """Show only the options that contain a text."""
-        super().narrow(text)
-        self.update(self.draft)
-        self.explain()
-
     def explain(self) -> None:
         """Find out what the next value of the option under the cursor does to memory."""
         from dschat_tui.dashboard.form import choices

@@ -161,7 +161,7 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
     style, sign = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
     lines = report.verdict()
     if not report.fits and not is_searched:
-        lines[1:] = ["looking for a change that makes it fit"]
+        lines[1:] = ["looking for a change that fits"]
     elif report.change is not None:
         lines[-1] += " (w sets that)"
     text = [row for line in lines for row in wrapped(line, width - 2, "text")]

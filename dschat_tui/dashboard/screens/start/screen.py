@@ -326,6 +326,8 @@ class StartScreen(DashboardScreen):
     def _narrow(self, text: str) -> None:
         self.panel.narrow(text)
         self.draw()
+        if isinstance(self.panel, OptionsPanel):
+            self.panel.explain()
 
     def _end_filter(self, text: str) -> str:
         self._narrow(text)
