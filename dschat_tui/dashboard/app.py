@@ -44,7 +44,7 @@ ONCE_POLL_SECONDS = 0.02
 
 
 class Dashboard(App[None]):
-    """The dashboard: opens on a source, else on the runs where one goes on, else on a new one."""
+    """Opens on a source; else on the list of runs if one is running, else on a new run."""
 
     TITLE = "dschat"
     BINDINGS = keys.bindings("app")
@@ -81,7 +81,7 @@ class Dashboard(App[None]):
             self.open_sweep(self.sweep_folder)
         elif self.source is not None:
             self.open_run(self.source)
-        elif one_goes_on(self.runs_folder):
+        elif has_running_run(self.runs_folder):
             self.action_show_runs()
         else:
             self.action_show_start()
@@ -106,7 +106,7 @@ class Dashboard(App[None]):
         self.push_screen(SweepScreen(folder))
 
     def open_chat(self, run: Path) -> bool:
-        """Talk with the models of a run, or go on talking; False where it has none yet."""
+        """Chat with the models of a run, or return to that chat; False if it has none yet."""
         from dschat_tui.chat.paths import relatives
         from dschat_tui.dashboard.screens.chat import ChatScreen
 
@@ -125,14 +125,14 @@ class Dashboard(App[None]):
         return True
 
     def end_chat(self, run: Path) -> None:
-        """End a chat that was left, and its processes."""
+        """End a chat that was kept, and its processes."""
         chat = self._chats.pop(run, None)
         if chat is not None and self.is_screen_installed(chat):
             self.uninstall_screen(chat)
             chat.remove()
 
     def on_key(self, event: events.Key) -> None:
-        """A letter that was typed before the line it is meant for had the focus goes into it."""
+        """Put a letter that was typed before its prompt had the focus into the prompt."""
         screen = self.screen
         if (
             isinstance(screen, DashboardScreen)
@@ -152,7 +152,7 @@ class Dashboard(App[None]):
             self.push_screen(RunsScreen(self.runs_folder))
 
     def _go_back_to(self, kind: type[Screen[Any]]) -> bool:
-        """Close what lies over a screen of a kind; False where there is none."""
+        """Close the screens above one of a kind; False if there is none."""
         if not any(isinstance(screen, kind) for screen in self.screen_stack):
             return False
         while not isinstance(self.screen, kind):
@@ -169,7 +169,7 @@ class Dashboard(App[None]):
         self.push_screen(Pages("Help", Lines(rows)))
 
     def action_leave(self) -> None:
-        """Quit; with a run going or a chat kept, ask what becomes of it."""
+        """Quit; with a running run or a kept chat, ask what to do with it."""
         screen = self.screen
         ends = [
             f"This ends the chat with {clean(run.name, self.has_class('-ascii'))}."
@@ -184,9 +184,9 @@ class Dashboard(App[None]):
                 self.exit()
             return
         question = Question(
-            ["The run goes on. Leave it?", *ends],
+            ["The run is still running. Leave it?", *ends],
             [
-                Choice("d", "detach: it goes on without this screen", "detach", acts=False),
+                Choice("d", "detach: it keeps running without this screen", "detach", acts=False),
                 Choice("s", "stop it, then leave", "stop"),
             ],
             ("c", "cancel"),
@@ -201,8 +201,8 @@ class Dashboard(App[None]):
             self.exit()
 
 
-def one_goes_on(folder: Path) -> bool:
-    """Whether a run in a folder goes on, by what its supervisor wrote last."""
+def has_running_run(folder: Path) -> bool:
+    """Whether a run in a folder is running, by what its supervisor wrote last."""
     for file in folder.glob("*/run.json"):
         state = read_run_state(file) or unknown_run_state()
         if state["state"] == RUNNING and time.time() - state["updated"] < LOST_SECONDS:
@@ -229,14 +229,14 @@ def show(app: Dashboard) -> int:
 
 
 def screen_text(screen: Screen[Any]) -> str:
-    """What stands on a screen, as lines of text."""
+    """A screen as lines of text."""
     strips = screen._compositor.render_strips()
     rows = [row_text([(segment.text, "") for segment in strip]) for strip in strips]
     return "\n".join(row.rstrip() for row in rows)
 
 
 async def one_frame(app: Dashboard, width: int, height: int) -> str:
-    """The run screen as text, once everything that is there has been read; needs no terminal."""
+    """The run screen as text, once all logs have been read; needs no terminal."""
     app.no_color = True
     async with app.run_test(size=(width, height)) as pilot:
         screen = app.screen
@@ -254,7 +254,7 @@ async def one_frame(app: Dashboard, width: int, height: int) -> str:
 
 
 def once(app: Dashboard) -> str:
-    """One frame, of the size that COLUMNS and LINES or the terminal tell, else 100 by 30."""
+    """One frame, of the size of COLUMNS and LINES or the terminal, else 100 by 30."""
     return asyncio.run(one_frame(app, *shutil.get_terminal_size((100, 30))))
 
 

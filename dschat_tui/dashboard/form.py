@@ -1,4 +1,4 @@
-"""What the Start screen edits: a profile, what is changed in it, and what the rules say to it."""
+"""What the Start screen edits: a profile, the changes to it, and the rules these break."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find_options(text: str) -> list[Option]:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """All values of an option that has few, else nothing."""
+    """All values of an option that has only a few, else nothing."""
     section: Any = RunConfig
     *groups, leaf = key.split(".")
     for group in groups:
@@ -66,7 +66,7 @@ def choices(key: str) -> tuple[Any, ...]:
 
 
 def _few_values(kind: Any) -> tuple[Any, ...]:
-    """The values of a truth value or of a choice of words, else nothing."""
+    """The values of a boolean or of a choice of words, else nothing."""
     if kind is bool:
         return (False, True)
     return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
@@ -88,7 +88,7 @@ def value_text(value: Any) -> str:
 
 
 def _list_text(values: list[Any]) -> str:
-    """Words with commas between, where each is no more than a word; else as JSON, which is YAML."""
+    """Words separated by commas, where all are plain words; else JSON, which is YAML."""
     dumped = [value.model_dump() if hasattr(value, "model_dump") else value for value in values]
     plain = [d["path"] if isinstance(d, dict) and not _has_more(d) else d for d in dumped]
     texts = [str(value) for value in plain]
@@ -113,7 +113,7 @@ def with_value(config: RunConfig, key: str, value: Any) -> RunConfig:
 
 
 def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """What of nested values differs from others."""
+    """The nested values that differ from others."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         other = others.get(key)
@@ -141,7 +141,7 @@ class Form:
         self.assign(assignments or {})
 
     def assign(self, changes: Mapping[str, str]) -> None:
-        """Set options by their texts; what then is as in the profile is no change any more.
+        """Set options by their texts; a value that equals that of the profile is no change.
 
         Raises:
             ConfigError: a value that its option refuses; the form stays as it was.
@@ -167,7 +167,7 @@ class Form:
         self.assign({key: value_text(get_value(self.base, key))})
 
     def set_facts(self, facts: ModelFacts) -> None:
-        """Hold the rules against what is known of the models, too."""
+        """Check the rules again, with facts about the models."""
         self.facts = facts
         self._check()
 
@@ -176,7 +176,7 @@ class Form:
         self._forbidden.clear()
 
     def forbidden(self, key: str, value: Any) -> Violation | None:
-        """The rule that another value of an option would break, beyond those broken already."""
+        """The rule that another value of an option would break besides those broken already."""
         if (key, value) not in self._forbidden:
             broken = {violation.id for violation in self.violations}
             after = check(with_value(self.config, key, value), self.facts)
@@ -196,7 +196,7 @@ class Form:
         return 0 < len(choices(key)) == len(self.obstacles(key)) + 1
 
     def next_value(self, key: str, by: int) -> Any:
-        """The next value of an option with choices that no rule forbids, else the value it has."""
+        """The next value of an option that no rule forbids, else its current value."""
         all_values, now = choices(key), get_value(self.config, key)
         at = all_values.index(now)
         for distance in range(1, len(all_values)):
@@ -206,7 +206,7 @@ class Form:
         return now
 
     def suggested_fix(self, key: str) -> dict[str, str]:
-        """Assignments that make the first forbidden value of an option possible; none: no such."""
+        """Assignments that make the first forbidden value of an option possible, if any do."""
         for value, violation in self.obstacles(key):
             # a fix that takes the value back does not make it possible
             if violation.fix and key not in violation.fix:
@@ -214,12 +214,12 @@ class Form:
         return {}
 
     def command(self, output: Path) -> list[str]:
-        """The command that runs this form into a folder."""
+        """The command that runs this form with a folder as output."""
         head = ["dschat", "run", "--profile", self.profile, "--output", str(output)]
         return [*head, *self._settings()]
 
     def data_commands(self) -> list[list[str]]:
-        """The commands that show what the sources hold and what the steps see of them."""
+        """The commands that show what the data sources hold and what the steps see of them."""
         inspect = [sys.executable, "-m", "dschat_tui.cli.main", "data", "inspect"]
         shown = ["--profile", self.profile, "--rows", str(INSPECTED_ROWS), *self._settings()]
         return [[*inspect, source.path, *shown] for source in self.config.data.sources]
@@ -233,11 +233,13 @@ class Form:
         """Write a profile of the user's own that extends this one; its path.
 
         Raises:
-            ConfigError: a name that is no word, or that is taken.
+            ConfigError: the name is not one word, or is taken.
             OSError: it cannot be written.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name: letters, digits, dots, dashes, no spaces")
+            raise ConfigError(
+                f"{name!r} cannot be a name: use letters, digits, dots and dashes, no spaces"
+            )
         if name in profile_names():
             raise ConfigError(f"there is a profile {name} already: {find_profile(name)}")
         path = user_profiles() / f"{name}.yaml"
@@ -251,18 +253,18 @@ class Form:
         return path
 
     def _to_save(self) -> dict[str, Any]:
-        """The profile that is extended and what differs from it."""
-        whole = self.config.model_dump(mode="json")
-        changes = differences(whole, self.base.model_dump(mode="json"))
+        """The profile that is extended, and the differences from it."""
+        values = self.config.model_dump(mode="json")
+        changes = differences(values, self.base.model_dump(mode="json"))
         below = merged(read_profile(self.profile), changes)
         if resolve(below, self.profile) == self.config:
             return {"extends": self.profile, **changes}
         # what a profile has only in one step cannot be taken away by one that extends it
-        return differences(whole, RunConfig().model_dump(mode="json"))
+        return differences(values, RunConfig().model_dump(mode="json"))
 
 
 def fix_texts(fix: Mapping[str, Any]) -> dict[str, str]:
-    """The assignments of a rule's way out, or of a plan's change, as texts."""
+    """The assignments of a rule's fix, or of a plan's change, as texts."""
     return {
         key: str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in fix.items()

@@ -1,7 +1,7 @@
 """The keys of the dashboard: each is one entry, which makes its binding, its hint and its help.
 
-The table has the keys of screens and of lists. Those of charts, of a tab or of a panel stand in the
-file of that widget.
+The table has the keys of screens and of lists. Those of charts, of a tab or of a
+panel are in the file of that widget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Key(NamedTuple):
     """A key: its heading in the help, its id, Textual's names of it, its action, what it is for.
 
     `display` is how it is shown. `hint` orders the keys in the bottom row, the lowest first; those
-    with 0 stand in the help only. `acts`: it starts, stops or deletes something, so it is refused
+    with 0 are in the help only. `acts`: it starts, stops or deletes something, so it is refused
     right after the screen has changed.
     """
 
@@ -80,7 +80,7 @@ KEYS = (
     Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),
     Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6, acts=True),
     Key("compare", "compare.back", "escape", "back", "back", "esc", 1),
-    Key("compare", "compare.step4", "4", "show_step(3)", "DPO beside RLHF", "4"),
+    Key("compare", "compare.step4", "4", "show_step(3)", "step 2 of DPO", "4"),
     Key("compare", "compare.differences", "d", "differences", "differences", "d", 2),
     Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
     Key("list", "list.down", "down", "line(1)", "down", "down"),

@@ -470,7 +470,7 @@ def test_a_run_from_the_form_to_its_end(
     again.press("\x1b")
     again.wait_for(lambda: "runs in output" in again.frame() and "stopped" in again.frame())
     again.press_after_a_pause("u")
-    again.wait_for_text("goes on with step")
+    again.wait_for_text("resumes with step")
     again.press_after_a_pause("y")
     again.wait_for(lambda: state() == "done", 600)
     again.press("\r")

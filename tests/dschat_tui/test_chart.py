@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dschat_tui.dashboard.widgets.chart import AXIS_CELLS, BLOCK, BRAILLE, SIGNS, View, plot
+from dschat_tui.dashboard.widgets.chart import ASCII_MARKERS, AXIS_CELLS, BLOCK, BRAILLE, View, plot
 from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.dashboard.widgets.split import split_rows
 from dschat_tui.dashboard.widgets.stepper import StepView, stepper_row
 from dschat_tui.logs.series import Series
 from dschat_tui.text import ASCII, UNICODE, clean, duration, short_number
 
-PLAIN = View(markers=SIGNS)
+PLAIN = View(markers=ASCII_MARKERS)
 
 
 def series(values: Sequence[float]) -> Series:
@@ -51,7 +51,7 @@ def test_a_narrow_chart_says_what_it_shows(title: str, told: str) -> None:
     assert len(head) <= 30
 
 
-@pytest.mark.parametrize("markers", [BRAILLE, BLOCK, SIGNS])
+@pytest.mark.parametrize("markers", [BRAILLE, BLOCK, ASCII_MARKERS])
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300),

@@ -237,8 +237,8 @@ def test_a_stop_is_asked_for_once_confirmed(folder: Path) -> None:
         await press(pilot, "x", "y")
         assert "x again" in await until_told(pilot, "checkpoint")
         assert run.stop_request.exists()
-        assert "is going on" in await press(pilot, "d")
-        assert "does not go on" in await press(pilot, "down", "x")
+        assert "is running; stop it first" in await press(pilot, "d")
+        assert "is not running" in await press(pilot, "down", "x")
 
     drive(folder, script, (160, 50))
 

@@ -1,1 +1,1 @@
-"""One file a screen, its styles beside it."""
+"""One file per screen with its styles; a screen with tabs or panels is a folder."""

@@ -16,7 +16,7 @@ from dschat_tui.dashboard.widgets.split import split_rows
 from dschat_tui.logs.model import LogModel
 from dschat_tui.text import ASCII
 
-# after so many steps, a quantity that the log has not reported will not come
+# a quantity that is not in the log after so many steps is not expected any more
 STEPS_TO_JUDGE = 20
 WIDE_COLUMNS, NARROW_COLUMNS = 3, 2
 
@@ -124,7 +124,7 @@ class ChartGrid(Container):
         return self._laid_out[0]
 
     def lay_out(self, count: int) -> None:
-        """Give the room to so many panels; the rest disappear."""
+        """Divide the room among `count` panels; the others disappear."""
         columns, rows = grid_of(count, self.screen.has_class("-wide"))
         self.set_class(self.is_alone, "-alone")
         if (count, columns) == self._laid_out:
@@ -199,7 +199,7 @@ class ChartGrid(Container):
 
 
 def grid_of(count: int, is_wide: bool) -> tuple[int, int]:
-    """Columns and rows for so many charts: as few rows as there may be, evenly filled."""
+    """Columns and rows for a number of charts: the fewest rows, evenly filled."""
     most = WIDE_COLUMNS if is_wide else NARROW_COLUMNS
     rows = max(-(-count // most), 1)
     return max(-(-count // rows), 1), rows

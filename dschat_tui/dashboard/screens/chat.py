@@ -1,4 +1,4 @@
-"""The chat screen: a conversation with a model of a run, with another of its models beside it."""
+"""The chat screen: a conversation with a model of a run, or with two of its models."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dschat_tui.dashboard.widgets.lines import LineList
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.text import ASCII, UNICODE, clean
 
-# answers stream, but no faster than an eye reads
+# answers stream, but nobody reads faster than this
 DRAW_SECONDS = 0.05
-# which of a run's models stands first, and which come beside it
+# which of a run's models comes first, and which can be the second
 ORDER = ("actor", "dpo", "sft", "actor_ema")
 BOTH = "both"
 
 
 class Conversation(Container):
-    """One model: its process, what was said, and how it stands."""
+    """One model: its process, its state, and what was said."""
 
     def __init__(self, name: str, command: list[str], ascii_only: bool) -> None:
         super().__init__(classes="conversation")
@@ -44,7 +44,7 @@ class Conversation(Container):
         yield LineList(follow=True)
 
     def on_mount(self) -> None:
-        """Start the process; keys go to the question alone."""
+        """Start the process; only the question gets the focus."""
         self.query_one(LineList).can_focus = False
         self.converse()
 
@@ -71,7 +71,7 @@ class Conversation(Container):
         self.query_one(LineList).follow = True
 
     def scroll(self, pages: int) -> None:
-        """Look at what was said before, or after."""
+        """Scroll to what was said before, or after."""
         lines = self.query_one(LineList)
         height = max(lines.size.height - 1, 1)
         lines.follow = False
@@ -92,27 +92,27 @@ class Conversation(Container):
         self.query_one(Line).show(self._head())
 
     def _head(self) -> Row:
-        state, told = self.transcript.state, clean(self.transcript.told, self._glyphs is ASCII)
+        state, detail = self.transcript.state, clean(self.transcript.detail, self._glyphs is ASCII)
         style = {FAILED: "bad", LOADING: "warn", ANSWERING: "line0"}.get(state, "muted")
         dot = f" {self._glyphs.dot} "
         row: Row = [(self.model, "strong"), (f"{dot}{state}", style)]
-        return [*row, (f"{dot}{told}", "muted")] if told else row
+        return [*row, (f"{dot}{detail}", "muted")] if detail else row
 
 
 class Prompt(Input):
-    """The line that is typed into; the keys of the chat come before those of a line."""
+    """The prompt; the keys of the chat override those of a prompt."""
 
     # not as priority bindings of the screen: those overtake the keys that were typed before them
     BINDINGS = keys.bindings("chat")
 
     async def action_submit(self) -> None:
-        """Send the line, and be empty for the next key."""
+        """Send the line and empty it before the next key."""
         await super().action_submit()
         self.clear()
 
 
 class ChatScreen(DashboardScreen):
-    """Conversations with one or two models of a run; what is asked goes to both, or to one."""
+    """Conversations with one or two models of a run; a question goes to both, or to one."""
 
     CSS_PATH = "chat.tcss"
     BINDINGS = keys.bindings("chat")
@@ -124,7 +124,7 @@ class ChatScreen(DashboardScreen):
         models: Mapping[str, str],
         command: Callable[[str], list[str]] = chat_command,
     ) -> None:
-        """Take what there is to talk with.
+        """Take the models to chat with.
 
         Args:
             models: folders by name, of `ORDER`.
@@ -164,7 +164,7 @@ class ChatScreen(DashboardScreen):
         return any(conversation.transcript.count for conversation in self.conversations)
 
     def offer(self, models: Mapping[str, str]) -> None:
-        """Take note of the models that the run has by now."""
+        """Set the models that the run has by now."""
         self.models = {name: models[name] for name in ORDER if name in models}
 
     def _conversation(self, name: str) -> Conversation:
@@ -172,16 +172,16 @@ class ChatScreen(DashboardScreen):
 
     @property
     def conversations(self) -> list[Conversation]:
-        """The one or two that are open, the first model's first."""
+        """The one or two that are open, in their order."""
         return list(self.query(Conversation))
 
     def on_mount(self) -> None:
-        """Draw what comes, some times a second."""
+        """Draw what has come, 20 times a second."""
         self.set_interval(DRAW_SECONDS, self.draw)
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
-        """Draw what has changed; leave for good when all models were told to quit."""
+        """Draw what has changed; leave for good when all models have quit."""
         if not self.is_current:
             return
         conversations = self.conversations
@@ -234,12 +234,12 @@ class ChatScreen(DashboardScreen):
             await self.query_one("#conversations").mount(self._conversation(others[after]))
 
     def action_scroll(self, pages: int) -> None:
-        """Look at earlier or later parts of the conversations."""
+        """Scroll the conversations."""
         for conversation in self.conversations:
             conversation.scroll(pages)
 
     def action_interrupt(self) -> None:
-        """End the answers that are being given; leave only with a key that ends nothing else."""
+        """Stop the answers that are being generated; another key leaves."""
         answering = [c for c in self.conversations if c.transcript.state == ANSWERING]
         for conversation in answering:
             conversation.child.interrupt()
@@ -247,7 +247,7 @@ class ChatScreen(DashboardScreen):
             self.show_message("^d leaves the chat, and /quit ends it")
 
     def action_back(self) -> None:
-        """Leave, as at a shell's prompt where nothing is typed; the models stay loaded."""
+        """Leave if nothing is typed, as a shell does; the models stay loaded."""
         question = self.query_one("#question", Input)
         if question.value:
             question.action_delete_right()

@@ -36,7 +36,7 @@ Differences = list[tuple[str, list[str]]]
 
 
 class DifferenceRows:
-    """Final metrics of runs and the options that differ, a column a run."""
+    """Final metrics of runs and the options that differ, a column per run."""
 
     def __init__(self, metrics: Differences, options: Differences, count: int) -> None:
         lines = [*metrics, *options]
@@ -74,7 +74,7 @@ class DifferenceRows:
 
 
 class CompareScreen(DashboardScreen):
-    """The logs of some runs, followed at once; a chart holds one quantity of all of them."""
+    """The logs of several runs, followed together; a chart has one quantity of all of them."""
 
     CSS_PATH = ["charts.tcss", "compare.tcss"]  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
@@ -98,7 +98,7 @@ class CompareScreen(DashboardScreen):
         self.charts = ComparedCharts(self)
 
     def compose(self) -> ComposeResult:
-        """Whose curve is which, the steps, the charts, what differs, the keys."""
+        """The legend, the steps, the charts, the differences, the keys."""
         yield Line(id="compare-title")
         yield Line(id="compare-steps")
         yield self.charts
@@ -146,40 +146,40 @@ class CompareScreen(DashboardScreen):
 
     @property
     def has_all(self) -> bool:
-        """Whether the history of every log is here."""
+        """Whether the history of every log has been read."""
         return [len(models) for models in self.models] == self._log_counts
 
     # what is shown
 
     @property
     def step(self) -> str:
-        """The step that is compared: the chosen one, else the last that a run has numbers of."""
+        """The step that is compared: the selected one, else the last that a run has numbers of."""
         if self.chosen is not None:
             return self.chosen
-        told = [
+        measured = [
             step
             for step in self.steps
             if any(step in models and models[step].series for models in self.models)
         ]
-        return told[-1] if told else self.steps[0]
+        return measured[-1] if measured else self.steps[0]
 
     @property
     def quantities(self) -> list[str]:
-        """The quantities of the step that any run tells, those of the run screen first."""
+        """The quantities of the step that any run has, those of the run screen first."""
         found = {name for m in self.models if self.step in m for name in m[self.step].series}
         first = [n for spec in PANELS[self.step] for n in (*spec.names, *spec.instead)]
         order = dict.fromkeys([*first, *QUANTITIES, *sorted(found)])
         return [name for name in order if name in found]
 
     def _named(self, name: str) -> Named:
-        """A quantity of all runs; one that a run does not tell is empty, so that styles stay."""
+        """A quantity of all runs; empty where a run does not have it, so that styles stay."""
         return [
             (letter, models.get(self.step, LogModel()).series.get(name) or EMPTY)
             for letter, models in zip(LETTERS, self.models, strict=False)
         ]
 
     def draw(self) -> None:
-        """Draw what is in sight, where it has changed."""
+        """Draw what is visible, where it has changed."""
         if not self.is_mounted or not self.size.width:
             return
         legend: Row = [(" ", "text")]
@@ -270,7 +270,7 @@ class ComparedCharts(ChartGrid):
 
 
 def heading(name: str) -> str:
-    """The title of a quantity that stands alone."""
+    """The title of a quantity that has a chart of its own."""
     text = title(name)
     if name.startswith("eval_"):
         text = f"held-out {name.removeprefix('eval_')}"

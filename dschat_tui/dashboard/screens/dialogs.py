@@ -18,9 +18,9 @@ from dschat_tui.dashboard.widgets.rows import Row
 if TYPE_CHECKING:
     from textual.widgets import Input
 
-# cells of the box beside its text, and rows above and below it
+# cells of the box left and right of its text, and rows above and below it
 FRAME_CELLS, FRAME_ROWS = 6, 4
-# the answer of whoever does not want what is asked
+# the answer of a person who cancels
 CANCELLED = ""
 
 
@@ -53,7 +53,7 @@ class Question(Dialog):
 
     Args:
         lines: what is asked.
-        choices: what can be answered besides to cancel.
+        choices: the answers besides cancelling.
         cancel: the key to cancel with, and what that means here.
         enter: the answer of the enter key; it cancels unless the question says otherwise.
     """
@@ -111,7 +111,7 @@ class Entry(Dialog):
 
     Args:
         lines: what is asked.
-        placeholder: stands in the empty line.
+        placeholder: shown in the empty line.
         enter: what the enter key does.
         cancel: what cancelling means here.
         problem: what is wrong with a text, empty where nothing is; the dialog stays open then.
@@ -163,12 +163,12 @@ class Entry(Dialog):
 
 
 def _broken(lines: Sequence[str], width: int) -> list[str]:
-    """Lines broken at a width; an empty one stays."""
+    """Lines wrapped at a width; empty ones stay."""
     return [part for line in lines for part in textwrap.wrap(line, max(width, 20)) or [""]]
 
 
 def _fill(screen: ModalScreen[str], rows: list[Row], more_rows: int) -> None:
-    """Show rows in the box of a question, and size it for them and so many rows more."""
+    """Show rows in the box of a question, sized for them and for `more_rows`."""
     width = max(sum(len(text) for text, _ in row) for row in rows)
     box, text = screen.query_one("#question"), screen.query_one("#question-text", Line)
     box.styles.width = width + FRAME_CELLS

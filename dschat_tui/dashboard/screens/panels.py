@@ -1,4 +1,4 @@
-"""Which quantities stand in which panel, by step: quantities of one scale in one panel."""
+"""The panels of each step: quantities of one scale share a panel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dschat_tui.logs.series import Series
 
 
 class PanelSpec(NamedTuple):
-    """A panel: its title and quantities, and those that stand in for them where a log has none."""
+    """A panel: its title and quantities, and those shown instead where a log has none of them."""
 
     title: str
     names: tuple[str, ...] = ()
@@ -19,7 +19,7 @@ class PanelSpec(NamedTuple):
     is_split: bool = False
 
     def heading(self, series: Mapping[str, Series]) -> str:
-        """The title, or the names of what stands in."""
+        """The title, or the names of what is shown instead."""
         if self.is_split or any(name in series for name in self.names):
             return self.title
         return ", ".join(title(name) for name in self.instead if name in series) or self.title
@@ -64,7 +64,7 @@ PANELS: dict[str, tuple[PanelSpec, ...]] = {
     ),
     "dpo": (
         PanelSpec("Implicit rewards", ("chosen", "rejected"), ("eval_chosen", "eval_rejected")),
-        # the original tells no accuracy
+        # DeepSpeed-Chat logs no accuracy
         PanelSpec("Accuracy", ("accuracy", "eval_accuracy"), ("learning_rate",)),
         PanelSpec("Margin", ("margin", "eval_margin")),
         PanelSpec("Loss", ("loss", "eval_loss"), ("epoch_loss",)),

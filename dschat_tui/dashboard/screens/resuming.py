@@ -1,4 +1,4 @@
-"""Going on with a run from a screen: what would change, what speaks against it, a reason asked."""
+"""Resuming a run from a screen: what would change, why it cannot be, a reason for a gate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Proposal:
-    """The ways in which a run can go on, by key: `y` as it is, `f` with what mends its failure.
+    """How a run can be resumed, by key: `y` as it is, `f` with a fix of its failure.
 
     Attributes:
-        gates: what it waits at; with these a reason is wanted first.
+        gates: what it waits at; these need a reason first.
         ways: the ways, checked.
-        reasons: what speaks against those that are missing.
+        reasons: why the others are not possible.
     """
 
     gates: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Proposal:
 
 
 def propose(path: Path, accept: str | None = None) -> Proposal:
-    """Look at how a run can go on; `accept` is why it goes past a gate."""
+    """Find out how a run can be resumed; `accept` is the reason to ignore a gate."""
     from dschat_tui.runs import gates, resume
     from dschat_tui.runs.folder import RunFolder
     from dschat_tui.runs.preflight import Refusal
@@ -55,23 +55,25 @@ def propose(path: Path, accept: str | None = None) -> Proposal:
         try:
             proposal.ways[key] = resume.prepare_resume(run, [], fix, accept)
         except Refusal as refusal:
-            proposal.reasons += [told for told in refusal.reasons if told not in proposal.reasons]
+            proposal.reasons += [
+                reason for reason in refusal.reasons if reason not in proposal.reasons
+            ]
     return proposal
 
 
 def question_of(proposal: Proposal) -> Question:
-    """What to ask a person about going on."""
+    """What to ask a person about resuming."""
     lines = list(proposal.reasons)
     choices: list[Choice] = []
-    plain, mending = proposal.ways.get("y"), proposal.ways.get("f")
+    plain, fixed = proposal.ways.get("y"), proposal.ways.get("f")
     if plain is not None:
         lines += [_where(plain)]
-        choices.append(Choice("y", "go on as it is" if mending else "go on", "y"))
-    if mending is not None:
-        lines += ["What mends its failure:", *(f"  {change}" for change in mending.changes)]
-        if mending.restarted is not None:
-            lines.append(f"  step {mending.restarted.number} starts over: no checkpoint fits")
-        choices.insert(0, Choice("f", "change that and go on", "f"))
+        choices.append(Choice("y", "resume as it is" if fixed else "resume", "y"))
+    if fixed is not None:
+        lines += ["What fixes its failure:", *(f"  {change}" for change in fixed.changes)]
+        if fixed.restarted is not None:
+            lines.append(f"  step {fixed.restarted.number} starts over: no checkpoint fits")
+        choices.insert(0, Choice("f", "change that and resume", "f"))
     cancel = ("n", "leave it" if proposal.ways else "back")
     return Question([clean(line) for line in lines], choices, cancel)
 
@@ -79,17 +81,17 @@ def question_of(proposal: Proposal) -> Question:
 def _where(resumption: Resumption) -> str:
     first, after = resumption.first, resumption.after
     begin = "from its beginning" if after is None else f"after {after} steps"
-    return f"{resumption.run.path.name} goes on with step {first.number} ({first.title}) {begin}."
+    return f"{resumption.run.path.name} resumes with step {first.number} ({first.title}) {begin}."
 
 
 class ResumingScreen(DashboardScreen):
-    """A screen on which a run can be told to go on."""
+    """A screen from which a run can be resumed."""
 
     def has_resumed(self, path: Path) -> None:
-        """What the screen does when a run goes on."""
+        """What the screen does when a run was resumed."""
 
     def resume(self, path: Path) -> None:
-        """Show how a run would go on, and start it after a key; a gate wants a reason first."""
+        """Show how a run would be resumed, then resume it; a gate needs a reason first."""
         self._propose(path, None)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="resume")
@@ -98,25 +100,25 @@ class ResumingScreen(DashboardScreen):
 
     def _ask(self, path: Path, proposal: Proposal) -> None:
         if proposal.gates:
-            lines = [f"{path.name} is paused:", *proposal.gates, "Why does it go on regardless?"]
-            placeholder = "the reason, which run.json keeps"
-            entry = Entry([clean(line) for line in lines], placeholder, "go on", "leave it")
+            lines = [f"{path.name} is paused:", *proposal.gates, "Why resume it regardless?"]
+            placeholder = "the reason, which is kept in run.json"
+            entry = Entry([clean(line) for line in lines], placeholder, "resume", "leave it")
 
-            def told(reason: str | None) -> None:
+            def reason_given(reason: str | None) -> None:
                 if reason:
                     self._propose(path, reason)
 
-            self.app.push_screen(entry, told)
+            self.app.push_screen(entry, reason_given)
             return
 
         def answered(key: str | None) -> None:
             if key:
-                self._go_on(proposal.ways[key])
+                self._resume(proposal.ways[key])
 
         self.app.push_screen(question_of(proposal), answered)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="resume")
-    def _go_on(self, resumption: Resumption) -> None:
+    def _resume(self, resumption: Resumption) -> None:
         from dschat_tui.runs import resume, supervisor
         from dschat_tui.runs.preflight import Refusal
 
@@ -124,6 +126,6 @@ class ResumingScreen(DashboardScreen):
             resume.apply(resumption)
             supervisor.start(resumption.run)
         except (Refusal, OSError) as error:
-            self.app.call_from_thread(self.show_message, f"it cannot go on: {error}")
+            self.app.call_from_thread(self.show_message, f"it cannot be resumed: {error}")
             return
         self.app.call_from_thread(self.has_resumed, resumption.run.path)

@@ -1,4 +1,4 @@
-"""The runs of a folder, newest first: open, compare, stop, go on, delete."""
+"""The runs of a folder, newest first: open, compare, stop, resume, delete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dschat_tui.dashboard.screens.resuming import ResumingScreen
 from dschat_tui.dashboard.widgets.bars import Line
 from dschat_tui.dashboard.widgets.lines import LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import SERIES_STYLES, Row
-from dschat_tui.dashboard.widgets.stepper import STATE_STYLES, state_sign
+from dschat_tui.dashboard.widgets.stepper import STATE_STYLES, state_glyph
 from dschat_tui.logs.source import find_source
 from dschat_tui.text import ASCII, Glyphs, clean
 
@@ -34,7 +34,7 @@ FEWEST_COMPARED, MOST_COMPARED = 2, SERIES_STYLES
 
 
 class RunRows:
-    """A row a run: whether it is marked, its name, state, steps, when it changed, what came out."""
+    """A row per run: a mark, its name, state and steps, when it changed, its result."""
 
     def __init__(
         self, runs: Sequence[PastRun], marked: Collection[Path], width: int, glyphs: Glyphs
@@ -51,7 +51,7 @@ class RunRows:
 
     @property
     def head(self) -> Row:
-        """What stands above the columns."""
+        """The titles of the columns."""
         when = f"{'changed':<{WHEN_CELLS}}" if self._with_time else ""
         text = (
             f"  {'run':<{NAME_CELLS}} {'state':<{STANDING_CELLS}}{'123':<{STEPS_CELLS}}{when}result"
@@ -69,7 +69,7 @@ class RunRows:
         if len(name) > NAME_CELLS:
             name = name[: NAME_CELLS - 1] + glyphs.cut
         standing = clean(run.standing, is_ascii)
-        steps = "".join(state_sign(state, glyphs) for state in run.steps)
+        steps = "".join(state_glyph(state, glyphs) for state in run.steps)
         when = ""
         if self._with_time and run.updated is not None:
             when = time.strftime("%m-%d %H:%M", time.localtime(run.updated))
@@ -123,7 +123,7 @@ class RunsScreen(ResumingScreen):
         self.call_after_refresh(self.read)
 
     def read(self) -> None:
-        """Look at the runs that there are now."""
+        """Read the folder, unless it is being read."""
         if not self._is_reading and self.is_current:
             self._is_reading = True
             self._read_folder()
@@ -139,7 +139,7 @@ class RunsScreen(ResumingScreen):
         self.app.call_from_thread(self.show_runs, runs)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Say what went wrong beside the screen."""
+        """Show what went wrong in a worker."""
         if event.state == WorkerState.ERROR:
             self.show_message(f"{event.worker.name}: {event.worker.error!r}")
 
@@ -190,7 +190,7 @@ class RunsScreen(ResumingScreen):
         self.action_open()
 
     def action_open(self) -> None:
-        """Open a run; one that goes on is attached, and left again without ending it."""
+        """Open a run; leaving it again does not end one that is running."""
         run = self.chosen
         if run is not None:
             self.app.open_run(find_source(run.path))  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ class RunsScreen(ResumingScreen):
             self.draw()
 
     def action_compare(self) -> None:
-        """Compare the marked runs; one alone with that under the cursor."""
+        """Compare the marked runs; a single one with that under the cursor."""
         run = self.chosen
         wanted = set(self.marked)
         if len(wanted) == 1 and run is not None:
@@ -219,26 +219,26 @@ class RunsScreen(ResumingScreen):
             return
         from dschat_tui.dashboard.screens.compare import CompareScreen
 
-        # oldest first: that one is what the others are held against
+        # oldest first: the others are compared with that one
         paths = [run.path for run in reversed(self.runs) if run.path in wanted]
         self.app.push_screen(CompareScreen(paths))
 
     def action_chat(self) -> None:
-        """Talk with the models of the run."""
+        """Chat with the models of the run."""
         run = self.chosen
         if run is not None and not self.app.open_chat(run.path):  # type: ignore[attr-defined]
             self.show_message(f"{run.path.name} has no model to chat with yet")
 
     def action_stop(self) -> None:
-        """Ask whether to stop the run; one that is stopping already, whether to end it."""
+        """Ask whether to stop the run, or, if it is stopping already, whether to end it now."""
         run = self.chosen
         if run is None:
             return
         if not run.goes_on:
-            self.show_message(f"nothing to stop: {run.path.name} does not go on")
+            self.show_message(f"nothing to stop: {run.path.name} is not running")
             return
         lines = [f"Stop {clean(run.path.name, self.ascii_only)}?"]
-        lines.append("It saves a checkpoint first; x again ends it without.")
+        lines.append("It saves a checkpoint first; x again stops it without one.")
         if run.is_stopping:
             lines[1] = "It is stopping already. This ends it without a checkpoint."
         question = Question(lines, [Choice("y", "stop it", "stop")], ("n", "leave it"))
@@ -262,18 +262,18 @@ class RunsScreen(ResumingScreen):
             self.app.call_from_thread(self.show_message, str(error))
             return
         state = run.read_state() or unknown_run_state()
-        told = stopping.stopping_text(state, 2 if past.is_stopping else 1, "x")
-        self.app.call_from_thread(self.show_message, f"{past.path.name}: {told}")
+        text = stopping.stopping_text(state, 2 if past.is_stopping else 1, "x")
+        self.app.call_from_thread(self.show_message, f"{past.path.name}: {text}")
         self.app.call_from_thread(self.read)
 
     def action_resume(self) -> None:
-        """Show how the run would go on, and start it after a key."""
+        """Show how the run would be resumed, and resume it after a key."""
         if self.chosen is not None:
             self.resume(self.chosen.path)
 
     def has_resumed(self, path: Path) -> None:
-        """Say so, and look."""
-        self.show_message(f"{path.name} goes on")
+        """Say so, and read the folder."""
+        self.show_message(f"{path.name} was resumed")
         self.read()
 
     def action_delete(self) -> None:
@@ -282,7 +282,7 @@ class RunsScreen(ResumingScreen):
         if run is None:
             return
         if run.goes_on:
-            self.show_message(f"{run.path.name} is going on; stop it first")
+            self.show_message(f"{run.path.name} is running; stop it first")
             return
         name = run.path.name
         fewest = min(FEWEST_LETTERS, len(name))
@@ -296,7 +296,7 @@ class RunsScreen(ResumingScreen):
             [
                 f"Delete {clean(str(run.path), self.ascii_only)}",
                 "with its models and checkpoints?",
-                f"Then type its name, {clean(name, self.ascii_only)}, or how that begins.",
+                f"Then type its name, {clean(name, self.ascii_only)}, or its beginning.",
             ],
             "the name of the run",
             "delete it",
@@ -321,8 +321,8 @@ class RunsScreen(ResumingScreen):
             self.app.call_from_thread(self.show_message, f"not deleted: {error}")
             return
         self.app.call_from_thread(self.app.end_chat, path)  # type: ignore[attr-defined]
-        told = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
-        self.app.call_from_thread(self.show_message, told)
+        text = f"deleted {path.name}" + (f"; kept {', '.join(kept)}" if kept else "")
+        self.app.call_from_thread(self.show_message, text)
         self.app.call_from_thread(self.read)
 
 

@@ -1,4 +1,4 @@
-"""A pause after each change of the screen, in which typed letters do nothing that counts."""
+"""A pause after each change of the screen, in which keys that act are refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TOO_SOON = "too soon after the screen changed: press it again"
 
 
 class Settling:
-    """A screen that can tell a key meant for it from the rest of what is typed into the last one.
+    """A screen that distinguishes keys meant for it from text typed for the screen before.
 
-    A sentence that was begun elsewhere consists of letters that start, stop and delete here. So a
-    screen settles only when no letter came for a second.
+    The letters of a sentence that was begun elsewhere start, stop and delete things here. So a
+    screen settles only after a second without a letter.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -28,7 +28,7 @@ class Settling:
         return self.clock() - self._unsettled_at >= SETTLE_SECONDS
 
     def unsettle(self) -> None:
-        """Begin the pause, as whatever a person types into goes away."""
+        """Begin the pause, as what a person was typing into disappears."""
         self._unsettled_at = self.clock()
 
     def on_screen_resume(self) -> None:
@@ -36,6 +36,6 @@ class Settling:
         self.unsettle()
 
     def on_key(self, event: events.Key) -> None:
-        """Somebody is still typing."""
+        """Extend the pause while somebody is typing."""
         if event.is_printable and not self.is_settled:
             self.unsettle()

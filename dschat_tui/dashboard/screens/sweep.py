@@ -54,7 +54,7 @@ COLUMNS = ("samples_per_s", "peak_device_bytes", "peak_host_bytes", "reward", "l
 
 
 class CellRows:
-    """A row a cell: its name, state, time, what it measured, and the bar of its step."""
+    """A row per cell: its name, state, time, what it measured, and the bar of its step."""
 
     def __init__(self, state: SweepState, width: int, glyphs: Glyphs) -> None:
         self.cells: Sequence[CellRecord] = state["cells"]
@@ -64,7 +64,7 @@ class CellRows:
         self._longest = longest or 1.0
         names = max((len(cell["name"]) for cell in self.cells), default=0)
         left = width - 3 - STATE_CELLS - TIME_CELLS - 1
-        # the name first, then numbers, and the bar of what is left
+        # the name first, then the numbers; the bar gets the rest
         self._name_cells = max(LEAST_NAME_CELLS, min(names, left))
         left -= self._name_cells
         self._columns = self._columns[: max(0, left // NUMBER_CELLS)]
@@ -97,7 +97,7 @@ class CellRows:
         took = duration(seconds) if seconds else ""
         style = STYLES.get(state, "text")
         row: Row = [
-            (f" {self._sign(state)} ", style),
+            (f" {self._glyph(state)} ", style),
             (f"{name} ", "text"),
             (f"{state:<{STATE_CELLS}}", style),
             (f"{took:>{TIME_CELLS}}", "text"),
@@ -114,16 +114,16 @@ class CellRows:
             row.append((f"  {bar}", "line0"))
         return row
 
-    def _sign(self, state: str) -> str:
+    def _glyph(self, state: str) -> str:
         glyphs = self._glyphs
-        signs = {
+        by_state = {
             "done": glyphs.done,
             "running": glyphs.running,
             "pending": glyphs.pending,
             "pruned": glyphs.dot,
             "timeout": glyphs.stopped,
         }
-        return signs.get(state, glyphs.failed)
+        return by_state.get(state, glyphs.failed)
 
 
 class SweepScreen(DashboardScreen):
@@ -163,13 +163,13 @@ class SweepScreen(DashboardScreen):
         self.call_after_refresh(self.read)
 
     def read(self) -> None:
-        """Look at the sweep as it is now."""
+        """Read the sweep as it is now."""
         if not self.is_current:
             return
         try:
             self.state = self.folder.read() or self.state
         except (OSError, SweepError) as error:
-            # the folder stands beside it, and may leave no room for the rest
+            # the title has the folder already, and little room
             self.show_message(str(error).removeprefix(f"{self.folder.path}/"))
         self.draw()
 
@@ -207,13 +207,13 @@ class SweepScreen(DashboardScreen):
             lines.append(cell["reason"])
         if cell["cause"]:
             lines.append(cell["cause"]["advice"])
-        told = [
+        figures = [
             f"{quantity.title} {shown(quantity, value)}"
             for quantity in QUANTITIES
             if (value := measured(cell, quantity.key)) is not None
         ]
-        half = -(-len(told) // 2)
-        lines += [", ".join(part) for part in (told[:half], told[half:]) if part]
+        half = -(-len(figures) // 2)
+        lines += [", ".join(part) for part in (figures[:half], figures[half:]) if part]
         best, small = fastest(self.state), smallest(self.state)
         if best is not None:
             lines.append(f"fastest: {best['name']}")
@@ -243,5 +243,5 @@ class SweepScreen(DashboardScreen):
         self.app.open_run(source)  # type: ignore[attr-defined]
 
     def action_back(self) -> None:
-        """Back to the screen before."""
+        """Go back to the previous screen."""
         self.leave()

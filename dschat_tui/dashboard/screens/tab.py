@@ -15,9 +15,10 @@ Model = TypeVar("Model")
 
 
 class Tab(Widget, Generic[Model]):
-    """A part of a screen that is shown under a name. It stands behind the widget that it extends.
+    """A part of a screen that is shown under a name.
 
-    Its keys are its BINDINGS: they work while the focus is in it.
+    Its keys are its BINDINGS: they work while the focus is in it. Textual takes the styles of the
+    first base alone, so a subclass names the widget that it extends before this class.
     """
 
     tab_name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""What was said with one model, as rows of a width; grows with the events of the conversation."""
+"""A conversation with one model as rows of a width; it grows with the events of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Transcript:
 
     Attributes:
         state: loading, ready, answering, ended or failed.
-        told: what the state means here: what is being loaded, how fast the last answer was, why
+        detail: about the state: what is being loaded, how fast the last answer was, why
             it failed.
         version: grows with every change.
     """
@@ -40,7 +40,7 @@ class Transcript:
     def __init__(self, name: str, ascii_only: bool = False) -> None:
         self.name = name
         self.state = LOADING
-        self.told = "starting"
+        self.detail = "starting"
         self.version = 0
         self._ascii = ascii_only
         self._width = 80
@@ -51,7 +51,7 @@ class Transcript:
         self._last_note = ""
 
     def ask(self, text: str) -> None:
-        """Take down what the person sent."""
+        """Add what the person sent."""
         if self._entries:
             self._add("you", "")
         self._add("you", f"> {text}")
@@ -59,20 +59,20 @@ class Transcript:
             self.state = ANSWERING
 
     def note(self, line: str) -> None:
-        """Take a line that the model's process told beside its events."""
+        """Take a line that the model's process wrote between its events."""
         if line.strip():
             self._last_note = line
             self.version += 1
         if self.state == LOADING:
-            self.told = self._last_note
+            self.detail = self._last_note
 
     def end(self, code: int) -> None:
         """Say that the model's process is gone."""
         if code == 0 or self.state == ENDED:
-            self.state, self.told = ENDED, ""
+            self.state, self.detail = ENDED, ""
         else:
             how = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
-            self.state, self.told = FAILED, how
+            self.state, self.detail = FAILED, how
             self._add("error", f"{self.name}: {how}. {self._last_note}")
         self.version += 1
 
@@ -80,7 +80,7 @@ class Transcript:
         """Take an event of `dschat chat --json`."""
         kind, text = event["event"], str(event.get("text", ""))
         if kind == "ready":
-            self.state, self.told = READY, f"{event.get('context', '?')} tokens of context"
+            self.state, self.detail = READY, f"{event.get('context', '?')} tokens of context"
         elif kind == "token":
             if not self._growing:
                 self._add("answer", "")
@@ -89,7 +89,7 @@ class Transcript:
             self.state = ANSWERING
         elif kind == "answer":
             self._growing = False
-            self.told = _speed(event.get("statistics") or {})
+            self.detail = _speed(event.get("statistics") or {})
             self._settle()
         elif kind in ("note", "error"):
             self._add(kind, text)
@@ -162,7 +162,7 @@ def _speed(statistics: dict[str, float]) -> str:
 
 
 def _table_lines(rows: Sequence[TableRow]) -> Iterator[str]:
-    """A row a line: its first value, then the others, named where there are several."""
+    """One line per row: its first value, then the others, named where there are several."""
     for row in rows:
         (_, first), *others = row.items()
         if len(others) == 1:

@@ -25,20 +25,20 @@ SMOOTHINGS = (0.0, 0.6, 0.9)
 # outliers are cut off only where that gives the rest this many times the room
 CLIP_GAIN = 3.0
 COLUMNS_FOR_CLIPPING = 20
-# curves of more values than this are drawn again once in so many seconds
+# curves of more values than this are redrawn once in LONG_SERIES_SECONDS
 LONG_SERIES = 1000
 LONG_SERIES_SECONDS = 1.0
-# beyond this, differences are no numbers any more
+# beyond this, differences overflow
 _GREATEST = 1e300
 _QUADRANTS = " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"
 _BRAILLE_BITS = ((1, 8), (2, 16), (4, 32), (64, 128))
-# pixels of a line that are drawn and left out, for lines that no colour tells apart
+# pixels of a line that are drawn and left out, to distinguish lines without colour
 _PATTERNS = ((1, 0), (2, 2), (1, 3), (5, 1), (4, 4), (1, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Markers:
-    """How many pixels a cell has, and the sign for a set of them."""
+    """How many pixels a cell has, and the character for a set of them."""
 
     name: str
     across: int
@@ -48,7 +48,7 @@ class Markers:
         """The bit of a pixel inside its cell."""
         return _BRAILLE_BITS[y][x] if self.down == 4 else 1 << (2 * y + x)
 
-    def sign(self, bits: int, series: int, is_band: bool, glyphs: Glyphs) -> str:
+    def character(self, bits: int, series: int, is_band: bool, glyphs: Glyphs) -> str:
         """The character of a cell."""
         if self.name == "braille":
             return chr(0x2800 + bits)
@@ -59,8 +59,8 @@ class Markers:
 
 BRAILLE = Markers("braille", 2, 4)
 BLOCK = Markers("block", 2, 2)
-SIGNS = Markers("ascii", 1, 1)
-MARKERS = {markers.name: markers for markers in (BRAILLE, BLOCK, SIGNS)}
+ASCII_MARKERS = Markers("ascii", 1, 1)
+MARKERS = {markers.name: markers for markers in (BRAILLE, BLOCK, ASCII_MARKERS)}
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class View:
 
     @property
     def glyphs(self) -> Glyphs:
-        """The signs that go with the markers."""
-        return ASCII if self.markers is SIGNS else UNICODE
+        """The characters that go with the markers."""
+        return ASCII if self.markers is ASCII_MARKERS else UNICODE
 
 
 Named = Sequence[tuple[str, Series]]
@@ -214,7 +214,7 @@ class _Canvas:
         self.bits = [bytearray(width) for _ in range(height)]
         # 1 + 2 * series for a band, 2 + 2 * series for a line
         self.owner = [bytearray(width) for _ in range(height)]
-        self.signs: dict[tuple[int, int], Span] = {}
+        self.marked: dict[tuple[int, int], Span] = {}
 
     def x(self, step: float) -> int:
         """The pixel column of a step."""
@@ -287,18 +287,18 @@ class _Canvas:
         glyphs, pixels, across = self.view.glyphs, self.scale.pixels, self.view.markers.across
         for x, top, bottom, _, _ in points:
             if top < 0:
-                self.signs[0, x // across] = (glyphs.above, "warn")
+                self.marked[0, x // across] = (glyphs.above, "warn")
             if bottom >= pixels:
-                self.signs[self.height - 1, x // across] = (glyphs.below, "warn")
+                self.marked[self.height - 1, x // across] = (glyphs.below, "warn")
         for x, _, _, _, bad in points:
             if bad:
-                self.signs[0, x // across] = (glyphs.bad, "bad")
+                self.marked[0, x // across] = (glyphs.bad, "bad")
         cursor = self.view.cursor
         if cursor is not None and self.first <= cursor <= self.last:
             cell = self.x(cursor) // self.view.markers.across
             for row in range(self.height):
                 if not self.bits[row][cell]:
-                    self.signs.setdefault((row, cell), (glyphs.cursor, "strong"))
+                    self.marked.setdefault((row, cell), (glyphs.cursor, "strong"))
 
     def row(self, y: int) -> Row:
         """A row of cells, neighbours of one style in one span."""
@@ -310,20 +310,20 @@ class _Canvas:
             self.view.markers,
             self.view.glyphs,
         )
-        has_signs = any(row == y for row, _ in self.signs)
+        has_marks = any(row == y for row, _ in self.marked)
         for x in range(self.width):
-            if has_signs and (y, x) in self.signs:
-                sign, its_style = self.signs[y, x]
+            if has_marks and (y, x) in self.marked:
+                character, its_style = self.marked[y, x]
             elif bits[x]:
                 series, is_band = (owner[x] - 1) // 2, owner[x] % 2 == 1
-                sign = markers.sign(bits[x], series, is_band, glyphs)
+                character = markers.character(bits[x], series, is_band, glyphs)
                 its_style = f"{'band' if is_band else 'line'}{series % SERIES_STYLES}"
             else:
-                sign, its_style = " ", style
+                character, its_style = " ", style
             if its_style != style and text:
                 spans.append((text, style))
                 text = ""
-            text, style = text + sign, its_style
+            text, style = text + character, its_style
         spans.append((text, style))
         return spans
 
@@ -332,7 +332,7 @@ class _Canvas:
 def _band_bits(markers: Markers, x: int, top: int, bottom: int) -> int:
     """Every second pixel of a column inside a cell: lighter than a line."""
     pixels = range(top, bottom + 1)
-    if markers is SIGNS:
+    if markers is ASCII_MARKERS:
         return 1
     return sum(markers.bit(x, y) for y in pixels if (x + y) % 2 == 0)
 
@@ -388,8 +388,8 @@ def _title_row(
         if not len(series):
             continue
         value = series.last if view.cursor is None else _value_at(columns, view.cursor)
-        sign = view.glyphs.lines[index % len(view.glyphs.lines)]
-        legend.append((f"  {sign}", f"line{index % SERIES_STYLES}"))
+        glyph = view.glyphs.lines[index % len(view.glyphs.lines)]
+        legend.append((f"  {glyph}", f"line{index % SERIES_STYLES}"))
         if name.casefold() == title.casefold():
             titled = True
         else:
@@ -413,7 +413,7 @@ def _value_at(columns: Sequence[Column], step: float) -> float:
 
 
 class Chart(Rows):
-    """A panel with the curves of some series; shows again only what changed."""
+    """A panel with the curves of some series; it redraws only what changed."""
 
     DEFAULT_CSS = """
     Chart { height: 1fr; width: 1fr; }
@@ -430,7 +430,7 @@ class Chart(Rows):
         self._drawn_at = 0.0
 
     def show(self, named: Named, view: View) -> None:
-        """Show series, named as the legend shall have them, if anything changed."""
+        """Show series with their names in the legend, if anything changed."""
         drawn = ((name, id(series)) for name, series in named)
         seen = (self.title, self.empty, view, self.size, *drawn)
         versions = [series.version for _, series in named]
@@ -455,7 +455,7 @@ class Chart(Rows):
         return sorted(found)
 
     def offset_at(self, step: float) -> int | None:
-        """The byte in the log of the line that told the value at a step."""
+        """The byte in the log of the line that has the value at a step."""
         offsets = [
             column.offset
             for _, series in self.named

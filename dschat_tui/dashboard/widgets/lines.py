@@ -1,4 +1,4 @@
-"""A list of any length of which only the rows on the screen are made, with a cursor."""
+"""A list of any length with a cursor; only the rows on the screen are made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Nothing:
 
 
 class Lines:
-    """A source of rows that were made before."""
+    """A source of rows that are made already."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
@@ -147,7 +147,7 @@ class LineList(Rows, can_focus=True):
             self.go_to(self.source.count - 1)
 
     def action_shift(self, steps: int) -> None:
-        """Look further to the right, or back."""
+        """Scroll to the right, or back."""
         self.shift = max(self.shift + steps * SHIFT_CELLS, 0)
         self.redraw()
 

@@ -22,9 +22,9 @@ from dschat_tui.text import ASCII, UNICODE, Glyphs
 Span = tuple[str, str]
 Row = list[Span]
 
-# so many series have a style of their own, and of its band
+# the number of series that have a style, and a style of their band
 SERIES_STYLES = 6
-# of each style: a variable of the theme, its share over the background, and attributes
+# by style: a variable of the theme, its opacity over the background, and attributes
 STYLES = {
     "text": ("foreground", 1.0, ""),
     "muted": ("foreground", 0.6, ""),
@@ -76,7 +76,7 @@ def row_text(row: Iterable[Span]) -> str:
 
 
 def fit(row: Row, width: int, cut: str) -> Row:
-    """A row of at most `width` cells; what is cut off ends with a sign."""
+    """A row of at most `width` cells; one that is cut ends with a character that says so."""
     if cell_len(row_text(row)) <= width:
         return row
     fitted: Row = []
@@ -105,7 +105,7 @@ def changed_cells(old: Row, new: Row, width: int) -> tuple[int, int]:
         not (after.isascii() or cell_len(after) == len(after))
     ):
         return 0, width
-    a, b = ([(sign, style) for text, style in row for sign in text] for row in (old, new))
+    a, b = ([(char, style) for text, style in row for char in text] for row in (old, new))
     shorter = min(len(a), len(b))
     start = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     if len(a) != len(b):
@@ -115,7 +115,7 @@ def changed_cells(old: Row, new: Row, width: int) -> tuple[int, int]:
 
 
 class Rows(Widget):
-    """A widget that draws what `build` gives, and sends only what changed."""
+    """A widget that draws what `build` returns, and sends only what changed."""
 
     DEFAULT_CSS = """
     Rows { height: 1; width: 1fr; }
@@ -129,7 +129,7 @@ class Rows(Widget):
 
     @property
     def cut(self) -> str:
-        """The character at the end of what is cut off."""
+        """The character at the end of a row that is cut."""
         return glyphs_of(self.app).cut
 
     def build(self, width: int, height: int) -> list[Row]:
@@ -137,7 +137,7 @@ class Rows(Widget):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Build the rows anew and send the cells that differ from what is on the screen."""
+        """Build the rows again and send the cells that differ from those on the screen."""
         width, height = self.size
         if not width or not height:
             return

@@ -1,4 +1,4 @@
-"""How a step's time splits into generating, training and the rest."""
+"""How the time of a step splits into generation, training and the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dschat_tui.logs.series import Series
 from dschat_tui.text import Glyphs, short_number
 
 PARTS = (("generate_s", "generate"), ("train_s", "train"), ("other_s", "other"))
-# the bar shows the mean of so many newest columns, of the series cut into 40
+# the bar shows the mean of the newest columns, of a series divided into 40
 RECENT_COLUMNS = 4
 _COLUMNS = 40
 
@@ -19,14 +19,14 @@ def split_rows(
 ) -> list[Row]:
     """Title, the bar, then each part with its seconds and share."""
     seconds = [_recent(series.get(name)) for name, _ in PARTS]
-    whole = sum(seconds)
-    if whole <= 0:
+    total = sum(seconds)
+    if total <= 0:
         return [[(title, "strong")], [("no times yet", "muted")]][:height]
-    rows: list[Row] = [[(title, "strong"), (f"  {short_number(whole)} s", "text")]]
+    rows: list[Row] = [[(title, "strong"), (f"  {short_number(total)} s", "text")]]
     bar = _bar(seconds, width, glyphs)
     rows += [bar] * max(1, min(3, height - 5))
     for (_, label), value, index in zip(PARTS, seconds, range(3), strict=True):
-        share = f"{value / whole:.0%}"
+        share = f"{value / total:.0%}"
         rows.append(
             [
                 (f"{glyphs.parts[index]} ", f"line{index}"),
@@ -51,10 +51,10 @@ def _recent(series: Series | None) -> float:
 
 
 def _bar(values: list[float], width: int, glyphs: Glyphs) -> Row:
-    whole, row, used, so_far = sum(values), [], 0, 0.0
+    total, row, used, so_far = sum(values), [], 0, 0.0
     for index, value in enumerate(values):
         so_far += value
-        end = round(so_far / whole * width)
+        end = round(so_far / total * width)
         row.append((glyphs.parts[index] * (end - used), f"line{index}"))
         used = end
     return row

@@ -1,4 +1,4 @@
-"""The three steps in one row: state, time, what is left, and the model each hands on."""
+"""The steps in one row: state, time, time left, and the model that each produces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_STYLES = {
 
 @dataclass(frozen=True)
 class StepView:
-    """What the stepper shows of a step; `model` is the folder it hands on."""
+    """What the stepper shows of a step; `model` is the folder that it produces."""
 
     number: int
     title: str
@@ -50,16 +50,16 @@ def stepper_row(steps: Sequence[StepView], width: int, glyphs: Glyphs) -> Row:
     return fit(row, width, glyphs.cut)
 
 
-def state_sign(state: str, glyphs: Glyphs) -> str:
-    """The sign of a step's state."""
-    signs = {
+def state_glyph(state: str, glyphs: Glyphs) -> str:
+    """The character for a step's state."""
+    glyph_of = {
         "done": glyphs.done,
         "running": glyphs.running,
         "failed": glyphs.failed,
         "stopped": glyphs.stopped,
         "pending": glyphs.pending,
     }
-    return signs.get(state, "?")
+    return glyph_of.get(state, "?")
 
 
 def _step(step: StepView, detail: int, glyphs: Glyphs) -> Row:
@@ -67,24 +67,24 @@ def _step(step: StepView, detail: int, glyphs: Glyphs) -> Row:
     name = f"{step.number} {step.title}" if step.number else step.title
     name = f"[{name}]" if step.is_shown else f" {name} "
     row: Row = [(name, "chosen" if step.is_shown else style)]
-    row.append((f" {state_sign(step.state, glyphs)}", style))
+    row.append((f" {state_glyph(step.state, glyphs)}", style))
     if detail >= 1 and step.state not in ("pending", "done"):
         row.append((f" {step.state}", style))
     if detail >= 2:
-        told = []
+        parts = []
         if step.seconds is not None:
-            told.append(duration(step.seconds))
+            parts.append(duration(step.seconds))
         if step.state == "running":
             if step.total:
-                told.append(f"{step.done}/{step.total}")
+                parts.append(f"{step.done}/{step.total}")
             elif step.done:
-                told.append(f"step {step.done}")
+                parts.append(f"step {step.done}")
             if step.phase and step.phase != "training":
-                told.append(step.phase)
+                parts.append(step.phase)
             if step.remaining is not None:
-                told.append(f"ETA {duration(step.remaining)}")
-        if told:
-            row.append((" " + " ".join(told), "text"))
+                parts.append(f"ETA {duration(step.remaining)}")
+        if parts:
+            row.append((" " + " ".join(parts), "text"))
     if detail >= 3 and step.model:
         row.append((f" {step.model}", "muted"))
     return row

@@ -22,7 +22,7 @@ LOST_SECONDS = 60.0
 def header_row(
     run: RunModel, notes: Sequence[str], leads_to: str, width: int, glyphs: Glyphs
 ) -> Row:
-    """The run's path and state, what stands out about it, and how much of its log was read.
+    """The run's path and state, what needs attention, and how much of its log was read.
 
     Args:
         run: the run.

@@ -16,7 +16,7 @@ REFRESH_SECONDS = 1.0
 
 
 class HealthTab(LineList, RunTab):
-    """Verdicts, those to check first; how many those are stands beside the tab's name."""
+    """Verdicts, those to check first; the tab's name has their number."""
 
     tab_name = "health"
     letter = "h"

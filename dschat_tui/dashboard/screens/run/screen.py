@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.25
 STATE_SECONDS = 1.0
-# from so many rows on, charts stay visible above a tab; as VERTICAL_BREAKPOINTS have it
+# screens of at least so many rows show the charts above a tab
 TALL = 30
 
 

@@ -24,7 +24,7 @@ class RunTab(Tab[RunModel]):
             self.offset = offset
 
     def badge(self, run: RunModel) -> str:
-        """A short text beside the tab's name; called for every drawing."""
+        """A short text after the tab's name; called for every drawing."""
         return ""
 
     def reset(self) -> None:

@@ -39,7 +39,7 @@ PARTS = (
     Part("P", "process", "muted"),
     Part("H", "heap", "muted"),
 )
-# whatever else a model holds beside these are gradients, moments and buffers of its optimizer
+# what else a model holds are gradients, moments and buffers of its optimizer
 _WEIGHTS = ("weights", "gathered", "partition", "copy", "average")
 _OPTIMIZER = ("master", "Adam", "gradient", "reduction", "way back")
 _SHORTEST_BAR = 10
@@ -76,7 +76,7 @@ class PlanPanel(LineList, StartPanel):
 
 
 def part_of(item: Item) -> str:
-    """The part of the bar that something of a plan belongs to."""
+    """The part of the bar that an item of a plan belongs to."""
     if item.model == "process":
         return "process"
     if "holes" in item.what:
@@ -91,7 +91,7 @@ def part_of(item: Item) -> str:
 
 
 def fullest_phase(step: StepPlan, ranks: int | None) -> str:
-    """The phase of a step that holds most: on the host of so many ranks, or None: on a device."""
+    """The phase that needs most: on a host with `ranks` ranks, or, for None, on a device."""
     if ranks is None:
         devices = {name: on_device for name, (on_device, _) in step.phases().items()}
         return max(devices, key=devices.__getitem__)
@@ -100,11 +100,11 @@ def fullest_phase(step: StepPlan, ranks: int | None) -> str:
 
 
 def parts_of(step: StepPlan, ranks: int | None) -> dict[str, int]:
-    """Bytes by part in the phase that holds most.
+    """Bytes by part in the phase that needs most.
 
     Args:
         step: the plan of a step.
-        ranks: on the host of a node that has so many ranks; None: on the device of the first one.
+        ranks: of a node, for its host memory; None for the device of the first rank.
     """
     sizes: dict[str, int] = {}
     phase = fullest_phase(step, ranks)
@@ -117,15 +117,15 @@ def parts_of(step: StepPlan, ranks: int | None) -> dict[str, int]:
 
 
 def bar(sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs) -> Row:
-    """Parts after one another, each from its letter on, against what there is.
+    """The parts in a row, each beginning with its letter, against the capacity.
 
-    Where they need more than that, the bar is as long as the need, with a mark where it ends.
+    If they need more, the bar is as long as the need, with a mark where the capacity ends.
     """
-    whole = max(capacity, sum(sizes.values()))
-    exact = {name: size / whole * width for name, size in sizes.items()}
+    total = max(capacity, sum(sizes.values()))
+    exact = {name: size / total * width for name, size in sizes.items()}
     cells = {name: int(share) for name, share in exact.items()}
     used = max(round(sum(exact.values())), 1) if sizes else 0
-    # what is left of whole cells goes to the parts that are nearest to one more
+    # the cells that rounding down has left go to the parts with the largest remainders
     for name in sorted(sizes, key=lambda name: cells[name] - exact[name]):
         cells[name] += sum(cells.values()) < used
     row: Row = []
@@ -134,19 +134,19 @@ def bar(sizes: Mapping[str, int], capacity: int, width: int, glyphs: Glyphs) -> 
             text = part.letter + glyphs.parts[index % 3] * (cells[part.name] - 1)
             row.append((text, part.style))
     row.append((glyphs.dot * (width - used), "muted"))
-    if whole > capacity:
-        row = _marked(row, min(round(capacity / whole * width), width - 1), glyphs.cursor)
+    if total > capacity:
+        row = _marked(row, min(round(capacity / total * width), width - 1), glyphs.cursor)
     return row
 
 
-def _marked(row: Row, cell: int, sign: str) -> Row:
-    """A row with a sign in place of one of its cells; all of its signs are one cell wide."""
+def _marked(row: Row, cell: int, glyph: str) -> Row:
+    """A row with a glyph in place of one of its cells; all its characters are one cell wide."""
     marked: Row = []
     start = 0
     for text, style in row:
         if start <= cell < start + len(text):
             at = cell - start
-            marked += [(text[:at], style), (sign, "bad"), (text[at + 1 :], style)]
+            marked += [(text[:at], style), (glyph, "bad"), (text[at + 1 :], style)]
         else:
             marked.append((text, style))
         start += len(text)
@@ -158,14 +158,14 @@ def plan_rows(report: Report, is_searched: bool, width: int, glyphs: Glyphs) -> 
 
     `is_searched`: whether it is known what would make it fit.
     """
-    style, sign = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
+    style, glyph = ("good", glyphs.done) if report.fits else ("bad", glyphs.failed)
     lines = report.verdict()
     if not report.fits and not is_searched:
         lines[1:] = ["looking for a change that fits"]
     elif report.change is not None:
         lines[-1] += " (w sets that)"
     text = [row for line in lines for row in wrapped(line, width - 2, "text")]
-    rows: list[Row] = [[(f"{sign} ", style), *text[0]]]
+    rows: list[Row] = [[(f"{glyph} ", style), *text[0]]]
     rows += [[("  ", "text"), *row] for row in text[1:]]
     seen: set[str] = set()
     numbers: list[Row] = []

@@ -410,7 +410,7 @@ class StartScreen(DashboardScreen):
 
         Args:
             placeholder: what is asked for.
-            text: what stands in the line.
+            text: what the line contains at first.
             take: gets the line, and returns what is wrong with it; the prompt stays open then.
             follow: gets the line whenever it changes.
         """

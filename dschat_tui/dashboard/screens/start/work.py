@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.config.schema import RunConfig
 
 POLL_SECONDS = 0.05
-# a key held down changes options faster than anybody reads plans
+# a key held down changes options faster than plans can be read
 SETTLE_SECONDS = 0.05
 
 
@@ -122,7 +122,7 @@ def start(config: RunConfig, profile: str, output: Path) -> Started:
 
 
 def output_of(command: list[str], is_cancelled: Callable[[], bool]) -> list[str]:
-    """The lines that a command writes; it is ended when nobody waits for them any more."""
+    """The lines that a command writes; it is killed once it is cancelled."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
