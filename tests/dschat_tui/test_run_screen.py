@@ -279,7 +279,7 @@ def test_a_burst_of_keys_goes_into_the_search_that_its_first_opens(run: Path) ->
         for key, character in (("slash", "/"), *((each, each) for each in "lost")):
             pilot.app.post_message(Key(key, character))
         await pilot.pause()
-        assert screen.query_one("#search", Input).value == "lost"
+        assert screen.query_one("#line", Input).value == "lost"
 
     drive(run, script, (80, 24))
 

@@ -438,7 +438,7 @@ def test_keys_typed_ahead_do_what_they_were_meant_for() -> None:
             pilot.app.post_message(events.Key(key, sign))
         pilot.app.post_message(events.Key("enter", "\r"))
         await until(
-            pilot, lambda: screen.panel.filtered_by == "sequences" and screen._asked is None
+            pilot, lambda: screen.panel.filtered_by == "sequences" and not screen.prompt.is_open
         )
         assert screen.panel.tab_name == "options"
         assert [option.key for option in shown_options(screen)] == ["ppo.kl_horizon"]

@@ -62,6 +62,9 @@ class DashboardScreen(Settling, Screen[None]):
             return False
         return True
 
+    def focus_again(self) -> None:
+        """Give the focus back to what had it before the prompt."""
+
     def take_typed(self, character: str) -> bool:
         """Put a character into the prompt; False where there is none."""
         return False

@@ -16,7 +16,7 @@ from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.screens.dialogs import Choice, Entry, Question
 from dschat_tui.dashboard.screens.resuming import ResumingScreen
 from dschat_tui.dashboard.widgets.bars import Line
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import SERIES_STYLES, Row
 from dschat_tui.dashboard.widgets.stepper import STATE_STYLES, state_glyph
 from dschat_tui.logs.source import find_source
@@ -33,21 +33,15 @@ FEWEST_LETTERS = 3
 FEWEST_COMPARED, MOST_COMPARED = 2, SERIES_STYLES
 
 
-class RunRows:
+class RunRows(Items["PastRun"]):
     """A row per run: a mark, its name, state and steps, when it changed, its result."""
 
     def __init__(
         self, runs: Sequence[PastRun], marked: Collection[Path], width: int, glyphs: Glyphs
     ) -> None:
-        self.runs = runs
+        super().__init__(runs, glyphs)
         self._marked = marked
         self._with_time = width >= WIDTH_FOR_WHEN
-        self._glyphs = glyphs
-
-    @property
-    def count(self) -> int:
-        """How many runs there are."""
-        return len(self.runs)
 
     @property
     def head(self) -> Row:
@@ -58,28 +52,25 @@ class RunRows:
         )
         return [(text, "muted")]
 
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [self._row(run, shift) for run in self.runs[first : first + count]]
-
-    def _row(self, run: PastRun, shift: int) -> Row:
-        glyphs, is_ascii = self._glyphs, self._glyphs is ASCII
-        mark = "* " if run.path in self._marked else "  "
-        name = clean(run.path.name, is_ascii)
+    def row(self, item: PastRun, shift: int) -> Row:
+        """One run."""
+        glyphs, is_ascii = self.glyphs, self.glyphs is ASCII
+        mark = "* " if item.path in self._marked else "  "
+        name = clean(item.path.name, is_ascii)
         if len(name) > NAME_CELLS:
             name = name[: NAME_CELLS - 1] + glyphs.cut
-        standing = clean(run.standing, is_ascii)
-        steps = "".join(state_glyph(state, glyphs) for state in run.steps)
+        standing = clean(item.standing, is_ascii)
+        steps = "".join(state_glyph(state, glyphs) for state in item.steps)
         when = ""
-        if self._with_time and run.updated is not None:
-            when = time.strftime("%m-%d %H:%M", time.localtime(run.updated))
+        if self._with_time and item.updated is not None:
+            when = time.strftime("%m-%d %H:%M", time.localtime(item.updated))
         return [
             (mark, "warn"),
             (set_cell_size(name, NAME_CELLS) + " ", "strong"),
-            (f"{standing:<{STANDING_CELLS}}", STATE_STYLES.get(run.standing, "warn")),
+            (f"{standing:<{STANDING_CELLS}}", STATE_STYLES.get(item.standing, "warn")),
             (f"{steps:<{STEPS_CELLS}}", "text"),
             (f"{when:<{WHEN_CELLS}}" if self._with_time else "", "muted"),
-            (clean(run.result, is_ascii)[shift:], "text"),
+            (clean(item.result, is_ascii)[shift:], "text"),
         ]
 
 

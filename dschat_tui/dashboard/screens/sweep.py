@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
@@ -13,7 +12,7 @@ from textual.app import ComposeResult
 from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.screens.base import DashboardScreen
 from dschat_tui.dashboard.widgets.bars import Line
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.logs.source import SourceError, find_source
 from dschat_tui.sweep.report import (
@@ -53,16 +52,15 @@ STYLES = {
 COLUMNS = ("samples_per_s", "peak_device_bytes", "peak_host_bytes", "reward", "loss")
 
 
-class CellRows:
+class CellRows(Items[CellRecord]):
     """A row per cell: its name, state, time, what it measured, and the bar of its step."""
 
     def __init__(self, state: SweepState, width: int, glyphs: Glyphs) -> None:
-        self.cells: Sequence[CellRecord] = state["cells"]
-        self._glyphs = glyphs
+        super().__init__(state["cells"], glyphs)
         self._columns = [q for q in measured_quantities(state) if q.key in COLUMNS]
-        longest = max((number(cell, "step_s") or 0.0 for cell in self.cells), default=0.0)
+        longest = max((number(cell, "step_s") or 0.0 for cell in self.items), default=0.0)
         self._longest = longest or 1.0
-        names = max((len(cell["name"]) for cell in self.cells), default=0)
+        names = max((len(cell["name"]) for cell in self.items), default=0)
         left = width - 3 - STATE_CELLS - TIME_CELLS - 1
         # the name first, then the numbers; the bar gets the rest
         self._name_cells = max(LEAST_NAME_CELLS, min(names, left))
@@ -72,11 +70,6 @@ class CellRows:
         self._bar_cells = min(MOST_BAR_CELLS, left) if left >= LEAST_BAR_CELLS else 0
 
     @property
-    def count(self) -> int:
-        """How many cells there are."""
-        return len(self.cells)
-
-    @property
     def head(self) -> Row:
         """The titles over the columns."""
         titles = "".join(f"{quantity.title:>{NUMBER_CELLS}}" for quantity in self._columns)
@@ -84,16 +77,13 @@ class CellRows:
         text = f"   {'cell':<{self._name_cells}} {'state':<{STATE_CELLS}}{'time':>{TIME_CELLS}}"
         return [(f"{text}{titles}  {bar}".rstrip(), "muted")]
 
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [self._row(cell) for cell in self.cells[first : first + count]]
-
-    def _row(self, cell: CellRecord) -> Row:
-        state = cell["state"]
-        seconds = cell["seconds"]
-        if state == "running" and cell["started"]:
-            seconds = time.time() - cell["started"]
-        name = set_cell_size(clean(cell["name"], self._glyphs is ASCII), self._name_cells)
+    def row(self, item: CellRecord, shift: int) -> Row:
+        """One cell."""
+        state = item["state"]
+        seconds = item["seconds"]
+        if state == "running" and item["started"]:
+            seconds = time.time() - item["started"]
+        name = set_cell_size(clean(item["name"], self.glyphs is ASCII), self._name_cells)
         took = duration(seconds) if seconds else ""
         style = STYLES.get(state, "text")
         row: Row = [
@@ -105,17 +95,17 @@ class CellRows:
         if state != "done":
             return row
         numbers = "".join(
-            f"{shown(quantity, measured(cell, quantity.key)):>{NUMBER_CELLS}}"
+            f"{shown(quantity, measured(item, quantity.key)):>{NUMBER_CELLS}}"
             for quantity in self._columns
         )
         row.append((numbers, "text"))
         if self._bar_cells:
-            bar = bar_text(cell, self._longest, self._bar_cells, self._glyphs.parts)
+            bar = bar_text(item, self._longest, self._bar_cells, self.glyphs.parts)
             row.append((f"  {bar}", "line0"))
         return row
 
     def _glyph(self, state: str) -> str:
-        glyphs = self._glyphs
+        glyphs = self.glyphs
         by_state = {
             "done": glyphs.done,
             "running": glyphs.running,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from textual import events
 from textual.message import Message
 
 from dschat_tui.dashboard.keys import bindings
 from dschat_tui.dashboard.widgets.rows import Row, Rows, fit
+from dschat_tui.text import Glyphs
 
+Item = TypeVar("Item")
 SHIFT_CELLS = 16
 
 
@@ -47,6 +50,27 @@ class Lines:
     def rows(self, first: int, count: int, shift: int) -> list[Row]:
         """Rows from `first` on."""
         return self._rows[first : first + count]
+
+
+class Items(Generic[Item]):
+    """A source with a row for each item."""
+
+    def __init__(self, items: Sequence[Item], glyphs: Glyphs) -> None:
+        self.items = items
+        self.glyphs = glyphs
+
+    @property
+    def count(self) -> int:
+        """How many items there are."""
+        return len(self.items)
+
+    def rows(self, first: int, count: int, shift: int) -> list[Row]:
+        """Rows from `first` on."""
+        return [self.row(item, shift) for item in self.items[first : first + count]]
+
+    def row(self, item: Item, shift: int) -> Row:
+        """The row of an item, its text without the first `shift` cells."""
+        raise NotImplementedError
 
 
 class LineList(Rows, can_focus=True):

@@ -14,7 +14,7 @@ from dschat_tui.dashboard.keys import Key, bind
 from dschat_tui.dashboard.screens.run.model import Every, RunModel
 from dschat_tui.dashboard.screens.run.tab import RunTab
 from dschat_tui.dashboard.widgets.bars import Line
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.logs.rollouts import SORTS, Rollouts
 from dschat_tui.text import ASCII, Glyphs, clean, short_number
@@ -24,36 +24,27 @@ LONGEST_SNIPPET = 300
 COLUMNS = f"{'step':>6} {'reward':>7} {'KL':>7} {'len':>5} end  prompt and answer"
 
 
-class AnswerRows:
-    """Answers in an order, a row for each: numbers, then prompt and answer."""
+class AnswerRows(Items[int]):
+    """Answers by their index in an order, a row for each: numbers, then prompt and answer."""
 
     def __init__(self, rollouts: Rollouts, order: Sequence[int], glyphs: Glyphs) -> None:
+        super().__init__(order, glyphs)
         self.rollouts = rollouts
-        self.order = order
-        self._glyphs = glyphs
 
-    @property
-    def count(self) -> int:
-        """How many answers there are."""
-        return len(self.order)
-
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [self._row(index, shift) for index in self.order[first : first + count]]
-
-    def _row(self, index: int, shift: int) -> Row:
-        row = self.rollouts.row(index)
+    def row(self, item: int, shift: int) -> Row:
+        """One answer."""
+        row = self.rollouts.row(item)
         prompt, answer = (self._line(text) for text in self.rollouts.text(row.offset))
         numbers = (
             f"{row.step:>6} {short_number(row.reward):>7} {short_number(row.kl):>7} {row.length:>5}"
             f" {'end' if row.ended else 'cut'}  "
         )
-        text = f"{prompt} {self._glyphs.arrow} {answer}"[shift:]
+        text = f"{prompt} {self.glyphs.arrow} {answer}"[shift:]
         return [(numbers, "strong" if row.ended else "warn"), (text, "text")]
 
     def _line(self, text: str) -> str:
         short = " ".join(text[:LONGEST_SNIPPET].split())
-        return clean(short, self._glyphs is ASCII)
+        return clean(short, self.glyphs is ASCII)
 
 
 class AnswersTab(Container, RunTab):
@@ -120,7 +111,7 @@ class AnswersTab(Container, RunTab):
     def _draw_answer(self) -> None:
         listed, line = self._list, self.query_one("#answer", Line)
         if isinstance(listed.source, AnswerRows) and listed.cursor < listed.source.count:
-            index = listed.source.order[listed.cursor]
+            index = listed.source.items[listed.cursor]
             rollouts = listed.source.rollouts
             line.show(*answer_detail(rollouts, index, line.size.width, self.glyphs))
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dschat_tui.dashboard.keys import Key, bind
 from dschat_tui.dashboard.screens.run.model import RunModel
 from dschat_tui.dashboard.screens.run.tab import RunTab
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.logs.records import Event
-from dschat_tui.text import ASCII, Glyphs, clean
+from dschat_tui.text import ASCII, clean
 
 _STYLES = {
     "warning": "warn",
@@ -22,27 +20,14 @@ _STYLES = {
 }
 
 
-class EventRows:
+class EventRows(Items[Event]):
     """Events, oldest first."""
 
-    def __init__(self, events: Sequence[Event], glyphs: Glyphs) -> None:
-        self.events = events
-        self._ascii = glyphs is ASCII
-
-    @property
-    def count(self) -> int:
-        """How many events there are."""
-        return len(self.events)
-
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [
-            [
-                (f"{event.kind.replace('_', ' '):<11} ", _STYLES.get(event.kind, "muted")),
-                (clean(event.text, self._ascii)[shift:], "text"),
-            ]
-            for event in self.events[first : first + count]
-        ]
+    def row(self, item: Event, shift: int) -> Row:
+        """Kind and text of an event."""
+        kind = f"{item.kind.replace('_', ' '):<11} "
+        text = clean(item.text, self.glyphs is ASCII)[shift:]
+        return [(kind, _STYLES.get(item.kind, "muted")), (text, "text")]
 
 
 class EventsTab(LineList, RunTab):
@@ -63,4 +48,4 @@ class EventsTab(LineList, RunTab):
     def action_pick(self) -> None:
         """Show the line of the event under the cursor."""
         if isinstance(self.source, EventRows):
-            self.post_message(self.LineWanted(self.source.events[self.cursor].offset))
+            self.post_message(self.LineWanted(self.source.items[self.cursor].offset))

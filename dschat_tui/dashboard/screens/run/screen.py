@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Container
@@ -12,6 +11,7 @@ from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.keys import Key
 from dschat_tui.dashboard.screens import charts
 from dschat_tui.dashboard.screens.dialogs import Choice, Question
+from dschat_tui.dashboard.screens.prompt import Prompt
 from dschat_tui.dashboard.screens.resuming import ResumingScreen
 from dschat_tui.dashboard.screens.run.charts import KEYS as CHART_KEYS
 from dschat_tui.dashboard.screens.run.charts import ChartsTab
@@ -25,9 +25,6 @@ from dschat_tui.dashboard.widgets.stepper import stepper_row
 from dschat_tui.logs.source import Source
 from dschat_tui.text import clean, shown_path
 
-if TYPE_CHECKING:
-    from textual.widgets import Input
-
 TICK_SECONDS = 0.25
 STATE_SECONDS = 1.0
 # screens of at least so many rows show the charts above a tab
@@ -37,7 +34,7 @@ TALL = 30
 class RunScreen(ResumingScreen):
     """One run, or one log: drains its feed four times a second and draws what is visible."""
 
-    CSS_PATH = ["../charts.tcss", "run.tcss"]  # noqa: RUF012
+    CSS_PATH = ["../charts.tcss", "../prompt.tcss", "run.tcss"]  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         *keys.bindings("run", "steps"),
         *keys.bind(
@@ -59,7 +56,7 @@ class RunScreen(ResumingScreen):
         }
         self.tab = ChartsTab.tab_name
         self.is_paused = False
-        self._search: Input | None = None
+        self.prompt = Prompt()
         self._state_reading = Every(STATE_SECONDS)
 
     def compose(self) -> ComposeResult:
@@ -73,6 +70,7 @@ class RunScreen(ResumingScreen):
             for tab in self.tabs.values():
                 if tab is not self.charts:
                     yield tab.add_class("tab")
+        yield self.prompt
         yield Line(id="keys")
 
     def on_mount(self) -> None:
@@ -144,7 +142,7 @@ class RunScreen(ResumingScreen):
             tab.set_class(tab.tab_name == name, "-open")
         self._reset_tabs()
         self.call_after_refresh(self.draw)
-        self.set_focus(self.tabs[name].focus_target())
+        self.focus_again()
 
     def _reset_tabs(self) -> None:
         for tab in self.tabs.values():
@@ -166,8 +164,9 @@ class RunScreen(ResumingScreen):
 
     def action_back(self) -> None:
         """From a search to the list, from a tab to the charts, from the charts to the runs."""
-        if self._search is not None:
-            self._end_search()
+        if self.prompt.is_open:
+            self.prompt.close()
+            self.focus_again()
         elif self.charts.view.cursor is not None:
             self.charts.look(cursor=None)
         elif self.charts.is_maximised:
@@ -179,36 +178,23 @@ class RunScreen(ResumingScreen):
 
     # searching
 
-    async def action_search(self) -> None:
+    def action_search(self) -> None:
         """Ask for a text to search the tab for, or the log where the tab cannot be searched."""
         if not self.tabs[self.tab].is_searchable:
             self.action_tab(LogTab.tab_name)
-        # not composed with the rest: it takes long to load, and the first picture comes first
-        from textual.widgets import Input
+        self.prompt.ask("search, then enter", "", self._search)
 
-        self.add_class("-searching")
-        self._search = Input(placeholder="search, then enter", id="search", compact=True)
-        await self.mount(self._search, before="#keys")
-        self.set_focus(self._search)
+    def _search(self, text: str) -> str:
+        self.tabs[self.tab].search(text)
+        return ""
 
     def take_typed(self, character: str) -> bool:
         """See DashboardScreen."""
-        if self._search is not None:
-            self._search.insert_text_at_cursor(character)
-        return self._search is not None
+        return self.prompt.take_typed(character)
 
-    def _end_search(self) -> None:
-        self.remove_class("-searching")
-        if self._search is not None:
-            self._search.remove()
-            self._search = None
-            self.unsettle()
-        self.action_tab(self.tab)
-
-    def on_input_submitted(self, message: Input.Submitted) -> None:
-        """Search the tab; for nothing, end the search."""
-        self._end_search()
-        self.tabs[self.tab].search(message.value)
+    def focus_again(self) -> None:
+        """Give the focus back to the tab."""
+        self.set_focus(self.tabs[self.tab].focus_target())
 
     # stopping, resuming, chatting
 

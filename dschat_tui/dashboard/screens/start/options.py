@@ -17,7 +17,7 @@ from dschat_tui.dashboard.screens.start import work as start_work
 from dschat_tui.dashboard.screens.start.draft import Draft
 from dschat_tui.dashboard.screens.start.panel import StartPanel
 from dschat_tui.dashboard.widgets.bars import Line, TabBar
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row, wrapped
 from dschat_tui.text import ASCII, Glyphs, clean
 
@@ -41,37 +41,28 @@ KEYS = (
 VALUE_WIDTH = 14
 
 
-class OptionRows:
+class OptionRows(Items["Option"]):
     """A row for each option: its value, its title, its key; `*` where it was changed."""
 
     def __init__(self, form: Form, options: Sequence[Option], glyphs: Glyphs) -> None:
-        self.options = options
+        super().__init__(options, glyphs)
         self._form = form
-        self._glyphs = glyphs
 
-    @property
-    def count(self) -> int:
-        """How many options there are."""
-        return len(self.options)
-
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [self._row(option, shift) for option in self.options[first : first + count]]
-
-    def _row(self, option: Option, shift: int) -> Row:
-        mark = "*" if option.key in self._form.assignments else " "
-        is_greyed = self._form.is_greyed(option.key)
-        value = clean(shown_value(self._form, option, is_greyed), self._glyphs is ASCII)
+    def row(self, item: Option, shift: int) -> Row:
+        """One item."""
+        mark = "*" if item.key in self._form.assignments else " "
+        is_greyed = self._form.is_greyed(item.key)
+        value = clean(shown_value(self._form, item, is_greyed), self.glyphs is ASCII)
         if cell_len(value) > VALUE_WIDTH:
-            value = value[: VALUE_WIDTH - 1] + self._glyphs.cut
+            value = value[: VALUE_WIDTH - 1] + self.glyphs.cut
         style = "muted" if is_greyed else "text"
-        owner = option.key.rpartition(".")[0]
+        owner = item.key.rpartition(".")[0]
         row: Row = [
             (mark, "warn"),
             (f"{value:<{VALUE_WIDTH}} ", style),
-            (option.title[shift:], "muted" if is_greyed else "strong"),
+            (item.title[shift:], "muted" if is_greyed else "strong"),
         ]
-        return [*row, (f" {self._glyphs.dot} {owner}" if owner else "", "muted")]
+        return [*row, (f" {self.glyphs.dot} {owner}" if owner else "", "muted")]
 
 
 class OptionList(LineList):
@@ -120,7 +111,7 @@ class OptionsPanel(Container, StartPanel):
         """The option under the cursor."""
         listed = self.lines
         if isinstance(listed.source, OptionRows) and listed.cursor < listed.source.count:
-            return listed.source.options[listed.cursor]
+            return listed.source.items[listed.cursor]
         return None
 
     def update(self, draft: Draft) -> None:
@@ -200,7 +191,7 @@ class OptionsPanel(Container, StartPanel):
         if not choices(key):
             unit = f" ({option.unit})" if option.unit else ""
             heading = f"{option.title}{unit}, then enter"
-            self.host.ask(heading, value_text(now), lambda text: self._assign({key: text}))
+            self.host.prompt.ask(heading, value_text(now), lambda text: self._assign({key: text}))
             return
         value = form.next_value(key, by)
         if value == now:

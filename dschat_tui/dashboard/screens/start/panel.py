@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, Protocol, cast
 
 from textual.widget import Widget
 
+from dschat_tui.dashboard.screens.prompt import Prompt
 from dschat_tui.dashboard.screens.start.draft import Draft
 from dschat_tui.dashboard.screens.tab import Tab
 from dschat_tui.dashboard.widgets.lines import LineList
@@ -15,8 +15,7 @@ from dschat_tui.dashboard.widgets.lines import LineList
 class StartHost(Protocol):
     """What a panel asks of its screen. Calls, not messages: keys typed ahead do not wait."""
 
-    def ask(self, placeholder: str, text: str, take: Callable[[str], str]) -> None:
-        """Open the prompt; `take` gets what was typed and returns what is wrong with it."""
+    prompt: Prompt
 
     def choose(self, name: str) -> None:
         """Take another profile."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
+from textual import work
+from textual.worker import Worker, WorkerState, get_current_worker
 
+from dschat_tui.dashboard.screens.start import work as start_work
 from dschat_tui.dashboard.screens.start.draft import Draft
 from dschat_tui.dashboard.screens.start.panel import StartPanel
 from dschat_tui.dashboard.widgets.lines import LineList, Lines, Nothing
@@ -15,7 +20,9 @@ from dschat_tui.text import ASCII, Glyphs, clean
 from engine.config.steps import BY_NAME
 
 if TYPE_CHECKING:
+    from dschat_tui.dashboard.screens.start.work import Planned
     from dschat_tui.runs.memory_plan import Report
+    from engine.config.schema import RunConfig
     from engine.planning import Item, StepPlan
 
 
@@ -54,6 +61,30 @@ class PlanPanel(LineList, StartPanel):
     def __init__(self, draft: Draft) -> None:
         super().__init__(id=self.tab_name)
         self.draft = draft
+
+    def make(self) -> None:
+        """Plan the form; if it does not fit, look for a change that does afterwards."""
+        if self.draft.form is not None:
+            self._make(self.draft.form.config, self.draft.output(), False)
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="plan")
+    def _make(self, config: RunConfig, output: Path, is_searched: bool) -> Planned | None:
+        worker = get_current_worker()
+        time.sleep(start_work.SETTLE_SECONDS)
+        return None if worker.is_cancelled else start_work.planned(config, output, is_searched)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Show the plan, or what went wrong."""
+        super().on_worker_state_changed(event)
+        planned, form = event.worker.result, self.draft.form
+        if event.state != WorkerState.SUCCESS or planned is None or form is None:
+            return
+        self.draft.planned = planned
+        if planned.facts != form.facts:
+            form.set_facts(planned.facts)
+        self.dashboard.draw()
+        if planned.report is not None and not planned.report.fits and not planned.is_searched:
+            self._make(form.config, self.draft.output(), True)
 
     def update(self, draft: Draft) -> None:
         """List them."""

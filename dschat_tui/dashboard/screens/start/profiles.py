@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from textual import work
 from textual.app import ComposeResult
 from textual.containers import Container
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from dschat_tui.dashboard.screens.start.draft import Draft
 from dschat_tui.dashboard.screens.start.panel import StartPanel
-from dschat_tui.dashboard.screens.start.work import Need
+from dschat_tui.dashboard.screens.start.work import Need, need
 from dschat_tui.dashboard.widgets.bars import Line
-from dschat_tui.dashboard.widgets.lines import LineList, Nothing
+from dschat_tui.dashboard.widgets.lines import Items, LineList, Nothing
 from dschat_tui.dashboard.widgets.rows import Row, wrapped
 from dschat_tui.text import ASCII, Glyphs, clean
 
@@ -20,36 +22,27 @@ if TYPE_CHECKING:
     from dschat_tui.profiles import Profile
 
 
-class ProfileRows:
+class ProfileRows(Items["Profile"]):
     """A row for each profile: the chosen one marked, the GiB it needs, whether they are here."""
 
     def __init__(
-        self, entries: Sequence[Profile], chosen: str, needs: Mapping[str, Need], glyphs: Glyphs
+        self, profiles: Sequence[Profile], chosen: str, needs: Mapping[str, Need], glyphs: Glyphs
     ) -> None:
-        self.entries = entries
+        super().__init__(profiles, glyphs)
         self._chosen = chosen
         self._needs = needs
-        self._glyphs = glyphs
 
-    @property
-    def count(self) -> int:
-        """How many profiles there are."""
-        return len(self.entries)
-
-    def rows(self, first: int, count: int, shift: int) -> list[Row]:
-        """Rows from `first` on."""
-        return [self._row(entry, shift) for entry in self.entries[first : first + count]]
-
-    def _row(self, entry: Profile, shift: int) -> Row:
-        mark = ">" if entry.name == self._chosen else " "
-        need = self._needs.get(entry.name, Need("?", None))
+    def row(self, item: Profile, shift: int) -> Row:
+        """One profile."""
+        mark = ">" if item.name == self._chosen else " "
+        needed = self._needs.get(item.name, Need("?", None))
         glyph, style = {
-            True: (self._glyphs.done, "good"),
-            False: (self._glyphs.failed, "bad"),
+            True: (self.glyphs.done, "good"),
+            False: (self.glyphs.failed, "bad"),
             None: (" ", "muted"),
-        }[need.fits]
-        size = need.size if entry.config is not None else "bad"
-        name = clean(entry.name, self._glyphs is ASCII)
+        }[needed.fits]
+        size = needed.size if item.config is not None else "bad"
+        name = clean(item.name, self.glyphs is ASCII)
         return [(f"{mark}{size:>6} {glyph} ", style), (name[shift:], "strong")]
 
 
@@ -92,8 +85,8 @@ class ProfilesPanel(Container, StartPanel):
         detail = self.query_one("#profile-detail", Line)
         rows: list[Row] = []
         if draft.chosen in names:
-            need = draft.needs.get(draft.chosen)
-            rows = profile_detail(shown[listed.cursor], need, *detail.size, self.glyphs)
+            needed = draft.needs.get(draft.chosen)
+            rows = profile_detail(shown[listed.cursor], needed, *detail.size, self.glyphs)
         detail.show(*rows)
 
     def narrow(self, text: str) -> None:
@@ -103,17 +96,35 @@ class ProfilesPanel(Container, StartPanel):
         if names and self.draft.chosen not in names:
             self.host.choose(names[0])
 
+    @work(thread=True, exclusive=True, exit_on_error=False, group="needs")
+    def find_needs(self) -> dict[str, Need]:
+        """Find out what each profile needs."""
+        worker, needs = get_current_worker(), {}
+        for entry in self.draft.profiles:
+            if worker.is_cancelled:
+                break
+            if entry.config is not None:
+                needs[entry.name] = need(entry.config)
+        return needs
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Show the needs, or what went wrong."""
+        super().on_worker_state_changed(event)
+        if event.state == WorkerState.SUCCESS:
+            self.draft.needs = event.worker.result or {}
+            self.update(self.draft)
+
     def on_line_list_moved(self, message: LineList.Moved) -> None:
         """Choose the profile under the cursor."""
         source = self.lines.source
-        if isinstance(source, ProfileRows) and source.entries:
-            name = source.entries[message.index].name
+        if isinstance(source, ProfileRows) and source.items:
+            name = source.items[message.index].name
             if name != self.draft.chosen:
                 self.host.choose(name)
 
 
 def profile_detail(
-    entry: Profile, need: Need | None, width: int, height: int, glyphs: Glyphs
+    entry: Profile, needed: Need | None, width: int, height: int, glyphs: Glyphs
 ) -> list[Row]:
     """What a profile is, what it was made for and needs, what it needs here; what is wrong."""
     is_ascii = glyphs is ASCII
@@ -124,9 +135,9 @@ def profile_detail(
     if entry.report is not None:
         made_for = f"{entry.models} ({entry.size}): {entry.memory} GiB on {entry.devices}."
         facts += wrapped(clean(made_for, is_ascii), width, "muted")
-    if need is not None:
-        fit = "which this machine has" if need.fits else "more than this machine has"
-        here = need.problem or f"Here: {need.size} GiB, {fit}."
+    if needed is not None:
+        fit = "fits" if needed.fits else "too much"
+        here = needed.problem or f"Here: {needed.size} GiB, {fit}."
         facts += wrapped(clean(here, is_ascii), width, "muted")
     # the facts stay visible, and the beginning of a long description
     return [*rows[: max(height - len(facts), 1)], *facts]

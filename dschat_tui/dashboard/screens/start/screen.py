@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,16 @@ from dschat_tui.dashboard import keys
 from dschat_tui.dashboard.screens.base import DashboardScreen
 from dschat_tui.dashboard.screens.dialogs import Choice, Question
 from dschat_tui.dashboard.screens.help import PAGES_WIDTH, Pages
+from dschat_tui.dashboard.screens.prompt import Prompt
 from dschat_tui.dashboard.screens.start import work as start_work
 from dschat_tui.dashboard.screens.start.command import CommandPanel
 from dschat_tui.dashboard.screens.start.draft import FIRST_PROFILE, Draft
 from dschat_tui.dashboard.screens.start.options import GROUP_KEYS, OptionsPanel
 from dschat_tui.dashboard.screens.start.panel import StartPanel
 from dschat_tui.dashboard.screens.start.panels import PANELS
+from dschat_tui.dashboard.screens.start.plan import PlanPanel
 from dschat_tui.dashboard.screens.start.profiles import ProfilesPanel
-from dschat_tui.dashboard.screens.start.work import Need, Planned, Started
+from dschat_tui.dashboard.screens.start.work import Started
 from dschat_tui.dashboard.widgets.bars import Line, TabBar
 from dschat_tui.dashboard.widgets.lines import LineList, Lines, Nothing
 from dschat_tui.dashboard.widgets.rows import Row, wrapped
@@ -32,8 +33,6 @@ from dschat_tui.logs.source import find_source
 from dschat_tui.text import clean
 
 if TYPE_CHECKING:
-    from textual.widgets import Input
-
     from dschat_tui.profiles import Profile
     from engine.config.schema import RunConfig
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 class StartScreen(DashboardScreen):
     """The guided run: each change is checked, planned and shown as the command it results in."""
 
-    CSS_PATH = "start.tcss"
+    CSS_PATH = ["../prompt.tcss", "start.tcss"]  # noqa: RUF012
     BINDINGS = [*keys.bindings("start"), *keys.bind(GROUP_KEYS)]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (44, "-high")]  # noqa: RUF012
 
@@ -51,8 +50,7 @@ class StartScreen(DashboardScreen):
         self.panels: dict[str, StartPanel] = {panel.tab_name: panel(self.draft) for panel in PANELS}
         self.panel: StartPanel = self.panels[ProfilesPanel.tab_name]
         self.is_starting = False
-        self._asked: Callable[[str], str] | None = None
-        self._follow: Callable[[str], None] | None = None
+        self.prompt = Prompt()
 
     def compose(self) -> ComposeResult:
         """The panels; where it is small, one of them at a time."""
@@ -65,7 +63,8 @@ class StartScreen(DashboardScreen):
         for name, panel in self.panels.items():
             if name not in sides:
                 yield panel.add_class("start-panel")
-        yield Line(id="start-keys")
+        yield self.prompt
+        yield Line(id="keys")
 
     def on_mount(self) -> None:
         """Read the profiles once the first picture is on the screen."""
@@ -81,7 +80,7 @@ class StartScreen(DashboardScreen):
 
     def on_screen_resume(self) -> None:
         """Look again which folder is free."""
-        self.call_after_refresh(self._plan)
+        self.call_after_refresh(self.query_one(PlanPanel).make)
 
     # in worker threads: profiles, plans, the start
 
@@ -96,23 +95,6 @@ class StartScreen(DashboardScreen):
         from dschat_tui import profiles
 
         return profiles.every()
-
-    @work(thread=True, exclusive=True, exit_on_error=False, group="needs")
-    def _find_needs(self, entries: list[Profile]) -> dict[str, Need]:
-        worker = get_current_worker()
-        needs = {}
-        for entry in entries:
-            if worker.is_cancelled:
-                break
-            if entry.config is not None:
-                needs[entry.name] = start_work.need(entry.config)
-        return needs
-
-    @work(thread=True, exclusive=True, exit_on_error=False, group="plan")
-    def _make_plan(self, config: RunConfig, output: Path, is_searched: bool) -> Planned | None:
-        worker = get_current_worker()
-        time.sleep(start_work.SETTLE_SECONDS)
-        return None if worker.is_cancelled else start_work.planned(config, output, is_searched)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="start")
     def _start(self, config: RunConfig, profile: str, output: Path) -> Started:
@@ -131,8 +113,6 @@ class StartScreen(DashboardScreen):
         take: dict[str, Callable[[Any], None]] = {
             "first": self._take_first,
             "profiles": self._take_profiles,
-            "needs": self._take_needs,
-            "plan": self._take_plan,
             "start": self._take_start,
             "data": self._take_data,
         }
@@ -143,14 +123,9 @@ class StartScreen(DashboardScreen):
             take[event.worker.group](event.worker.result)
 
     def _take_first(self, entries: list[Profile]) -> None:
-        # not composed with the rest: it takes long to load, and the first picture comes first
-        from textual.widgets import Input
-
-        prompt = Input(id="prompt", compact=True, select_on_focus=False)
-        prompt.display = False
-        self.mount(prompt, before="#start-keys")
+        self.prompt.load()
         self.draft.profiles = entries
-        self.set_focus(self.panel.focus_target())
+        self.focus_again()
         self.choose(FIRST_PROFILE)
         self._read_profiles()
 
@@ -158,26 +133,11 @@ class StartScreen(DashboardScreen):
         self.draft.profiles = entries
         if self.draft.form is None:
             self.choose(self.draft.chosen)
-        profiles = self.panels[ProfilesPanel.tab_name]
+        profiles = self.query_one(ProfilesPanel)
         if profiles.filtered_by:  # it was typed before the profiles were read
             profiles.narrow(profiles.filtered_by)
         profiles.update(self.draft)
-        self._find_needs(entries)
-
-    def _take_needs(self, needs: dict[str, Need]) -> None:
-        self.draft.needs = needs
-        self.panels[ProfilesPanel.tab_name].update(self.draft)
-
-    def _take_plan(self, planned: Planned | None) -> None:
-        form = self.draft.form
-        if planned is None or form is None:
-            return
-        self.draft.planned = planned
-        if planned.facts != form.facts:
-            form.set_facts(planned.facts)
-        self.draw()
-        if planned.report is not None and not planned.report.fits and not planned.is_searched:
-            self._make_plan(form.config, self.draft.output(), True)
+        profiles.find_needs()
 
     def _take_start(self, started: Started) -> None:
         self.is_starting = False
@@ -209,12 +169,8 @@ class StartScreen(DashboardScreen):
     def form_changed(self) -> None:
         """Draw the form, plan it, and explain the option under the cursor."""
         self.draw()
-        self._plan()
+        self.query_one(PlanPanel).make()
         self.query_one(OptionsPanel).explain()
-
-    def _plan(self) -> None:
-        if self.draft.form is not None:
-            self._make_plan(self.draft.form.config, self.draft.output(), False)
 
     # drawing
 
@@ -226,7 +182,7 @@ class StartScreen(DashboardScreen):
         self.query_one("#start-panels", TabBar).show(self.panel.tab_name, {})
         for panel in self.panels.values():
             panel.update(self.draft)
-        self.query_one("#start-keys", Line).show(self.key_hints(type(self.app)))
+        self.query_one("#keys", Line).show(self.key_hints(type(self.app)))
 
     def _draw_header(self) -> None:
         if not self.is_mounted:
@@ -265,13 +221,12 @@ class StartScreen(DashboardScreen):
     # keys
 
     def _go_to_panel(self, panel: StartPanel) -> None:
-        # the focus is set at once, here and below: focus() waits, and keys typed ahead do not
-        self._end_prompt()
+        self.prompt.close()
         if panel is not self.panel:
             self.panel.filtered_by = ""
         self.panel = panel
         self._mark_panel()
-        self.set_focus(panel.focus_target())
+        self.focus_again()
         self.call_after_refresh(self.draw)
 
     def action_panel(self, by: int) -> None:
@@ -321,7 +276,9 @@ class StartScreen(DashboardScreen):
         if not self.panel.is_filterable:
             self._go_to_panel(self.panels[ProfilesPanel.tab_name])
         self._narrow("")
-        self.ask(f"filter {self.panel.tab_name}, then enter", "", self._end_filter, self._narrow)
+        self.prompt.ask(
+            f"filter {self.panel.tab_name}, then enter", "", self._end_filter, self._narrow
+        )
 
     def _narrow(self, text: str) -> None:
         self.panel.narrow(text)
@@ -350,7 +307,7 @@ class StartScreen(DashboardScreen):
     def action_save(self) -> None:
         """Ask for a name and save the form as a profile."""
         if self.draft.form is not None:
-            self.ask("name of the new profile, then enter", "", self._save_as)
+            self.prompt.ask("name of the new profile, then enter", "", self._save_as)
 
     def _save_as(self, name: str) -> str:
         from engine.config.loading import ConfigError
@@ -389,68 +346,19 @@ class StartScreen(DashboardScreen):
 
     def action_back(self) -> None:
         """Close the prompt, the filter, or this screen."""
-        if self._asked is not None:
-            self._end_prompt()
-            self.set_focus(self.panel.focus_target())
+        if self.prompt.is_open:
+            self.prompt.close()
+            self.focus_again()
         elif self.panel.filtered_by:
             self._narrow("")
         else:
             self.leave()
 
-    # the prompt
-
-    def ask(
-        self,
-        placeholder: str,
-        text: str,
-        take: Callable[[str], str],
-        follow: Callable[[str], None] | None = None,
-    ) -> None:
-        """Ask for a line.
-
-        Args:
-            placeholder: what is asked for.
-            text: what the line contains at first.
-            take: gets the line, and returns what is wrong with it; the prompt stays open then.
-            follow: gets the line whenever it changes.
-        """
-        self._asked, self._follow = take, follow
-        self.add_class("-asking")
-        prompt = self._prompt()
-        prompt.value, prompt.placeholder, prompt.cursor_position = text, placeholder, len(text)
-        prompt.display = True
-        self.set_focus(prompt)
-
-    def _prompt(self) -> Input:
-        from textual.widgets import Input
-
-        return self.query_one("#prompt", Input)
-
-    def _end_prompt(self) -> None:
-        if self._asked is not None:
-            self._asked = self._follow = None
-            self.remove_class("-asking")
-            self._prompt().display = False
-            self.unsettle()
-
     def take_typed(self, character: str) -> bool:
         """See DashboardScreen."""
-        if self._asked is not None:
-            self._prompt().insert_text_at_cursor(character)
-        return self._asked is not None
+        return self.prompt.take_typed(character)
 
-    def on_input_changed(self, message: Input.Changed) -> None:
-        """Filter while it is typed."""
-        if self._follow is not None:
-            self._follow(message.value)
-
-    def on_input_submitted(self, message: Input.Submitted) -> None:
-        """Take the line, or say what is wrong with it and leave it there."""
-        if self._asked is None:
-            return
-        self.hide_message()
-        if problem := self._asked(message.value):
-            self.show_message(problem)
-            return
-        self._end_prompt()
+    def focus_again(self) -> None:
+        """Give the focus back to the panel."""
+        # at once: focus() waits, and keys typed ahead do not
         self.set_focus(self.panel.focus_target())
