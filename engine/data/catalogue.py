@@ -58,14 +58,22 @@ class Entry:
 
         Without rejected answers the rows serve only step 1, as in the original.
         """
-        roots = {path.split(".")[0] for path in (self.prompt, self.chosen)}
-        depends = {*(self.scores or ()), *([self.first_if] if self.first_if else [])}
+        depends = self._depends()
         there = set(columns)
-        if not roots | depends <= there:
+        if not {_root(self.prompt), _root(self.chosen)} | depends <= there:
             return None
-        if self.rejected and self.rejected.split(".")[0] not in there:
+        if self.rejected and _root(self.rejected) not in there:
             return None if depends else replace(self, rejected=None)
         return self
+
+    def columns(self) -> set[str]:
+        """The columns that it reads."""
+        paths = (self.prompt, self.chosen, *([self.rejected] if self.rejected else []))
+        return {*map(_root, paths), *self._depends()}
+
+    def _depends(self) -> set[str]:
+        """Columns that say which answer is the better one."""
+        return {*(self.scores or ()), *([self.first_if] if self.first_if else [])}
 
     def describe(self) -> str:
         """The mapping in words, as `prompt 'history', chosen 'human_ref_A'`."""
@@ -108,6 +116,10 @@ class Entry:
             return answer
         answer = _CITATION.sub("", answer) if self.citations else answer
         return _ANSWER_MARK.sub("", answer) if self.turn_mark else answer
+
+
+def _root(path: str) -> str:
+    return path.split(".")[0]
 
 
 def _at(row: Any, path: str) -> Any:

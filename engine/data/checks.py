@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.config.schema import DataSource, RunConfig
 from engine.data.files import DataError, is_local, local_parts, read_rows
-from engine.data.rows import Dropped, UnusableRow, normalise
+from engine.data.rows import REASONS, Dropped, read
 from engine.data.schemas import EMBEDDED, Phase, Schema, schema_of
 
 ROWS_CHECKED = 5000
@@ -40,23 +40,27 @@ def check_rows(source: DataSource, schema: Schema, most_rows: int = ROWS_CHECKED
     count, complete = 0, True
     for file in itertools.chain.from_iterable(local_parts(source.path).values()):
         rows = read_rows(file)
-        for place, row in itertools.islice(rows, most_rows):
-            count += 1
-            try:
-                normalise(row, schema, f"{file}, {place}")
-            except UnusableRow as unusable:
-                dropped.add(unusable, f"{file}, {place}")
+        first = [(f"{file}, {place}", row) for place, row in itertools.islice(rows, most_rows)]
+        count += len(first)
+        for _ in read(first, schema, dropped):
+            pass
         complete &= next(rows, None) is None
-    if count == dropped.counts.total():
+    if count == dropped.counts.total() and complete:
         raise DataError(no_usable_row(source, schema, dropped))
     return Reading(count, complete, dropped)
 
 
 def no_usable_row(source: DataSource, schema: Schema, dropped: Dropped) -> str:
     """The error message for a source without any usable row."""
+    advice = {
+        "empty": "fill these columns, or map others: columns: {prompt: COLUMN, chosen: COLUMN}",
+        "unusable": "bring the rows into a form that is read, or leave such columns and turns out",
+        "unwanted": "give answers that are not marked so",
+    }
+    found = [advice[reason] for reason in REASONS if dropped.counts[reason]]
     return (
         f"data {source.path!r}: no usable row ({schema.describe()}); {dropped.describe()}; "
-        "fill these columns, or map others: columns: {prompt: COLUMN, chosen: COLUMN}"
+        + "; ".join(found)
     )
 
 

@@ -14,6 +14,7 @@ from engine.config.schema import RunConfig
 from engine.data.files import Row
 from engine.data.schemas import Phase
 from engine.data.templates import (
+    SETTING,
     FittedPrompt,
     Message,
     Template,
@@ -55,8 +56,8 @@ def _fit(
     messages: list[Message] = row["prompt"]
     fitted = fit_prompt(messages, tokenizer, template, max_length - answer_length)
     if fitted is None:
-        system = list(itertools.takewhile(lambda turn: turn["role"] == "system", messages))
-        fitted = fit_prompt([*system, messages[-1]], tokenizer, template, max_length - 1)
+        setting = list(itertools.takewhile(lambda turn: turn["role"] in SETTING, messages))
+        fitted = fit_prompt([*setting, messages[-1]], tokenizer, template, max_length - 1)
     if fitted is None:
         tally["dropped_long"] += 1
     elif len(fitted.messages) < len(messages) or len(fitted.ids) + answer_length > max_length:
@@ -66,14 +67,14 @@ def _fit(
 
 def _sft_row(
     row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
-) -> Row | None:
+) -> list[Row]:
     template, max_length = config.data.template, config.sft.max_length
-    if row["chosen"] is None:
-        return None
+    if row["chosen"] is None or row["label"] is False:
+        return []
     answer = encode_answer(row["chosen"], tokenizer, template)
     fitted = _fit(row, len(answer), max_length, tokenizer, template, tally)
     if fitted is None:
-        return None
+        return []
     ids = (fitted.ids + answer)[:max_length]
     labels = [IGNORED] * len(fitted.ids) + ids[len(fitted.ids) :]
     if config.sft.loss_on_prompt:
@@ -83,7 +84,7 @@ def _sft_row(
             labels[start:end] = ids[start:end]
     tally["tokens"] += len(ids)
     tally["trained_tokens"] += sum(label != IGNORED for label in labels)
-    return {"input_ids": ids, "labels": labels}
+    return [{"input_ids": ids, "labels": labels}]
 
 
 def _earlier_answers(
@@ -105,12 +106,21 @@ def _earlier_answers(
             yield start, prompt.ids.index(tokenizer.eos_token_id, start) + 1
 
 
-def _reward_row(
+def _reward_rows(
+    row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
+) -> list[Row]:
+    """A pair for each rejected answer."""
+    if row["chosen"] is None or row["rejected"] is None:
+        return []
+    rejected = [row["rejected"], *(row["more_rejected"] or ())]
+    pairs = (_pair({**row, "rejected": each}, config, tokenizer, tally) for each in rejected)
+    return [pair for pair in pairs if pair is not None]
+
+
+def _pair(
     row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
 ) -> Row | None:
     template, max_length = config.data.template, _pair_length(config)
-    if row["chosen"] is None or row["rejected"] is None:
-        return None
     chosen = encode_answer(row["chosen"], tokenizer, template)
     rejected = encode_answer(row["rejected"], tokenizer, template)
     longest = max(len(chosen), len(rejected))
@@ -143,23 +153,23 @@ def _pair_length(config: RunConfig) -> int:
 
 def _ppo_row(
     row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
-) -> Row | None:
+) -> list[Row]:
     limit = config.ppo.max_prompt_length
     fitted = fit_prompt(row["prompt"], tokenizer, config.data.template, limit)
     if fitted is None:
         tally["dropped_long"] += 1
-        return None
+        return []
     tally["truncated"] += fitted.turns_cut > 0
-    return {"prompt_ids": fitted.ids}
+    return [{"prompt_ids": fitted.ids}]
 
 
 def _text_row(
     row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tally: Counter[str]
-) -> Row:
-    return {"input_ids": [*encode_document(row["text"], tokenizer), tokenizer.eos_token_id]}
+) -> list[Row]:
+    return [{"input_ids": [*encode_document(row["text"], tokenizer), tokenizer.eos_token_id]}]
 
 
-_ENCODERS = {"sft": _sft_row, "reward": _reward_row, "ppo": _ppo_row, "text": _text_row}
+_ENCODERS = {"sft": _sft_row, "reward": _reward_rows, "ppo": _ppo_row, "text": _text_row}
 
 
 def encode_row(
@@ -168,8 +178,8 @@ def encode_row(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     tally: Counter[str],
-) -> Row | None:
-    """One normalised row as its phase needs it (columns as in `FEATURES`); None if it is left out.
+) -> list[Row]:
+    """What a phase gets of one normalised row (columns as in `FEATURES`), if anything.
 
     `tally` counts what was cut or left out, under the names of `PhaseData.counts`, and of phase
     sft the `tokens` and `trained_tokens`.

@@ -20,6 +20,8 @@ from engine.data.schemas import PHASES, Phase
 from engine.data.sources import Note, load_source
 from engine.data.templates import encode_answer, encode_document, encode_prompt, render_prompt
 
+_ANSWER_IDS = ("input_ids", "chosen_ids", "rejected_ids")
+
 Piece = tuple[str, bool]
 """Decoded text, and whether its tokens are trained on."""
 
@@ -282,9 +284,10 @@ def _pairs(
 ) -> PairCounts | None:
     """Pairs for step 2: how many, how many are identical, in how many chosen has more tokens."""
     pairs = [
-        (row["chosen"], row["rejected"])
+        (row["chosen"], rejected)
         for row in rows
         if _serves(row, "reward") and row["chosen"] is not None and row["rejected"] is not None
+        for rejected in (row["rejected"], *(row["more_rejected"] or ()))
     ]
     if not pairs:
         return None
@@ -312,15 +315,11 @@ def _limits(
         for row in rows:
             if not _serves(row, phase):
                 continue
-            seen += 1
-            encoded = encode_row(row, phase, config, tokenizer, tally)
-            if encoded is None:
-                continue
-            tally["kept"] += 1
-            answers = [
-                encoded[k] for k in ("input_ids", "chosen_ids", "rejected_ids") if k in encoded
-            ]
-            with_eos += all(ids[-1] == tokenizer.eos_token_id for ids in answers)
+            seen += 1 + (len(row["more_rejected"] or ()) if phase == "reward" else 0)
+            for encoded in encode_row(row, phase, config, tokenizer, tally):
+                tally["kept"] += 1
+                answers = [encoded[k] for k in _ANSWER_IDS if k in encoded]
+                with_eos += all(ids[-1] == tokenizer.eos_token_id for ids in answers)
         found[str(step)] = {
             "max_tokens": max_tokens(config, phase),
             "rows": seen,
@@ -371,21 +370,30 @@ def _samples(
                 continue
             sample: Sample = {"row": number, "step": step}
             tally: Counter[str] = Counter()
-            encoded = encode_row(row, phase, config, tokenizer, tally)
-            if encoded is None:
-                why = "identical" if tally["dropped_identical"] else "too long"
-                yield {**sample, "left_out": why}
-                continue
+            made = encode_row(row, phase, config, tokenizer, tally)
+            if not made:
+                yield {**sample, "left_out": _why_left_out(tally)}
             sample["truncated"] = tally["truncated"] > 0
-            if phase == "sft":
-                pieces = learnt_pieces(encoded["input_ids"], encoded["labels"], tokenizer)
-                learnt = sum(label != IGNORED for label in encoded["labels"])
-                yield {**sample, "tokens": len(encoded["labels"]), "learnt": learnt, "text": pieces}
-            else:
-                texts: Sample = {}
-                for name in ("prompt", "chosen", "rejected"):
-                    ids = encoded.get(f"{name}_ids")
-                    if ids is not None:
-                        text = tokenizer.decode(ids, skip_special_tokens=False)
-                        texts |= {name: text, f"{name}_tokens": len(ids)}  # type: ignore[misc]
-                yield {**sample, **texts}
+            for encoded in made:
+                yield {**sample, **_decoded(encoded, tokenizer)}
+
+
+def _why_left_out(tally: Counter[str]) -> str:
+    if tally["dropped_identical"]:
+        return "identical"
+    return "too long" if tally["dropped_long"] else "marked as not to be learnt"
+
+
+def _decoded(encoded: Row, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """The texts of a tokenised row, and of step 1 what is learnt of it."""
+    if "labels" in encoded:
+        pieces = learnt_pieces(encoded["input_ids"], encoded["labels"], tokenizer)
+        learnt = sum(label != IGNORED for label in encoded["labels"])
+        return {"tokens": len(encoded["labels"]), "learnt": learnt, "text": pieces}
+    texts: Sample = {}
+    for name in ("prompt", "chosen", "rejected"):
+        ids = encoded.get(f"{name}_ids")
+        if ids is not None:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            texts |= {name: text, f"{name}_tokens": len(ids)}  # type: ignore[misc]
+    return texts

@@ -1,20 +1,34 @@
 """One row of any schema in the normalised form that all steps read.
 
 It has `prompt` (messages ending in a user turn), `chosen` and `rejected` (answers), or `text`;
-beside them `learnt_turns` (for each message of the prompt whether step 1 learns it; None: none)
-and what a data set may carry: `references`, `preferred_style`, `kind`, `phases`. Its other columns
-go only to reward functions.
+beside them `more_rejected` (further answers, each a pair with `chosen`), `label` (False: `chosen`
+is an answer that is not wanted), `learnt_turns` (for each message of the prompt whether step 1
+learns it; None: none) and what a data set may carry: `references`, `preferred_style`, `kind`,
+`phases`. Its other columns go only to reward functions.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from engine.data.files import DataError, Row, is_missing
-from engine.data.schemas import MEDIA, PHASES, TURN_MARK, Schema, is_several, is_unwanted
+from engine.data.schemas import (
+    MEDIA,
+    PHASES,
+    SYSTEM,
+    TURN_MARK,
+    Schema,
+    is_list,
+    is_several,
+    is_unwanted,
+    label_of,
+)
 
 Reason = Literal["empty", "unusable", "unwanted"]
 
@@ -36,6 +50,10 @@ _ROLES = {
     "bot": "assistant",
     "model": "assistant",
 }
+# What a cell with a message as text begins with; a key of it follows.
+_CALLS = ("tool_calls", "function_call")
+_MESSAGE_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"]\w+['"]\s*:""")
+_ROLE_KEY = re.compile(r"""['"](?:role|from)['"]\s*:""")
 
 
 class _Message(TypedDict):
@@ -79,6 +97,33 @@ class Dropped:
         )
 
 
+def read(
+    rows: Iterable[tuple[str, Row]], schema: Schema, dropped: Dropped
+) -> Iterator[tuple[Row, Row]]:
+    """Each usable row with its normalised form; the others are counted.
+
+    Answers that their label calls unwanted count as dropped and are given all the same, for what
+    learns from labels.
+
+    Args:
+        rows: with the place of each, for errors.
+        schema: of the rows.
+        dropped: where rows are counted.
+
+    Raises:
+        DataError: a value of the wrong type.
+    """
+    for where, row in rows:
+        try:
+            found = normalise(row, schema, where)
+        except UnusableRow as unusable:
+            dropped.add(unusable, where)
+            continue
+        if found.get("label") is False:
+            dropped.add(UnusableRow("unwanted", f"{schema.label!r} is False"), where)
+        yield row, found
+
+
 def normalise(row: Row, schema: Schema, where: str) -> Row:
     """One row in the normalised form; `where` names file and place in errors.
 
@@ -86,11 +131,6 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
         UnusableRow: no answer, or no dialogue that ends in a question and its answer.
         DataError: a value of the wrong type.
     """
-    if schema.text:
-        text = _text(row.get(schema.text), schema.text, where)
-        if not text.strip():
-            raise UnusableRow("empty", _nothing_in(row, schema.text))
-        return {"text": text}
     if schema.entry:
         plain = Schema(
             prompt=schema.prompt and "prompt",
@@ -98,49 +138,64 @@ def normalise(row: Row, schema: Schema, where: str) -> Row:
             rejected=schema.rejected and "rejected",
         )
         return normalise(schema.entry.read(row), plain, where)
-    _refuse_media(row)
-    has_answers = schema.chosen or schema.dialogue
-    if has_answers and not schema.rejected and (mark := is_unwanted(row)):
+    if mark := is_unwanted(row):
         raise UnusableRow("unwanted", f"{mark!r} is {row[mark]!r}")
-    chosen = rejected = None
-    if schema.prompt:
-        prompt = _prompt(row, schema, where)
-    elif schema.dialogue:
-        prompt = _with_system(row, _turns(row.get(schema.dialogue), schema.dialogue, where), where)
-        if not schema.chosen:
-            prompt, chosen = _split_answer(_until_last_answer(prompt))
-    else:
-        prompt = []
-    learns_turns = schema.dialogue is not None and schema.chosen is None
-    if schema.chosen and chosen is None:
-        if is_several(row.get(schema.chosen)):
-            raise UnusableRow("unusable", f"column {schema.chosen!r} holds several answers")
-        before = prompt
-        prompt, chosen = _answer(row.get(schema.chosen), schema.chosen, before, where)
-        if schema.rejected:
-            other, rejected = _answer(row.get(schema.rejected), schema.rejected, before, where)
-            # An empty cell says nothing of its dialogue.
-            if rejected and chosen and tidy_turns(other) != tidy_turns(prompt):
-                raise UnusableRow("unusable", "the answers belong to two different dialogues")
-        if not schema.prompt and not schema.dialogue:
-            prompt = _with_system(row, prompt, where)
+    if schema.text:
+        text = _text(row.get(schema.text), schema.text, where)
+        if not text.strip():
+            raise UnusableRow("empty", _nothing_in(row, schema.text))
+        return {"text": text}
+    _refuse_media(row)
+    prompt, chosen, rejected = _dialogue(row, schema, where)
     extras = _extras(row, where)
     serves = set(extras.get("phases", PHASES))
     # A row that says which phases it serves needs only their answers.
     if chosen == "" and serves & {"sft", "reward"}:
         raise UnusableRow("empty", _nothing_in(row, schema.chosen or schema.dialogue))
-    if rejected == "" and "reward" in serves:
+    if schema.rejected and not rejected and "reward" in serves:
         raise UnusableRow("empty", _nothing_in(row, schema.rejected))
-    prompt = tidy_turns(prompt)
+    prompt = [*_tools(row, where), *tidy_turns(prompt)]
     if not prompt or prompt[-1]["role"] != "user":
         raise UnusableRow("unusable", "the prompt is empty or does not end in a question")
+    learns_turns = schema.dialogue is not None and schema.chosen is None
     return {
         "prompt": [{"role": turn["role"], "content": turn["content"]} for turn in prompt],
         "chosen": chosen or None,
-        "rejected": rejected or None,
+        "rejected": rejected[0] if rejected else None,
+        "more_rejected": rejected[1:] or None,
+        "label": label_of(schema.label, row.get(schema.label)) if schema.label else None,
         "learnt_turns": [_is_learnt(turn) for turn in prompt] if learns_turns else None,
         **extras,
     }
+
+
+def _dialogue(row: Row, schema: Schema, where: str) -> tuple[list[Turn], str | None, list[str]]:
+    """A row's prompt, its answer ("": an empty one; None: no column of it), and rejected ones."""
+    if schema.prompt:
+        prompt = _prompt(row, schema.prompt, schema.input, where)
+    elif schema.dialogue:
+        prompt = _turns(row.get(schema.dialogue), schema.dialogue, where)
+        if not schema.chosen:
+            prompt, chosen = _split_answer(_until_last_answer(prompt))
+            return _with_system(row, prompt, where), chosen, []
+    else:
+        prompt = []
+    if not schema.chosen:
+        return _with_system(row, prompt, where), None, []
+    if is_several(row.get(schema.chosen)):
+        raise UnusableRow("unusable", f"column {schema.chosen!r} holds several answers")
+    dialogue, chosen = _answer(row.get(schema.chosen), schema.chosen, prompt, where)
+    rejected = []
+    if schema.rejected:
+        cell = row.get(schema.rejected)
+        for value in cell if is_several(cell) else [cell]:
+            other, answer = _answer(value, schema.rejected, prompt, where)
+            # An empty cell says nothing of its dialogue.
+            if answer and chosen and tidy_turns(other) != tidy_turns(dialogue):
+                raise UnusableRow("unusable", "the answers belong to two different dialogues")
+            if answer:
+                rejected.append(answer)
+    return _with_system(row, dialogue, where), chosen, rejected
 
 
 def further_columns(row: Row, schema: Schema) -> str | None:
@@ -187,18 +242,39 @@ def _is_learnt(turn: Turn) -> bool:
     return turn["role"] == "assistant" and turn.get("learnt", True)
 
 
+def _is_empty(value: Any) -> bool:
+    return is_missing(value) or value in ("", [], {}, "[]")
+
+
 def _refuse_media(row: Row) -> None:
     for name in MEDIA:
-        value = row.get(name)
-        if not is_missing(value) and value not in ("", [], {}):
+        if not _is_empty(row.get(name)):
             raise UnusableRow("unusable", f"it needs {name!r}, which is not read")
 
 
 def _with_system(row: Row, turns: list[Turn], where: str) -> list[Turn]:
     """Turns below the row's own column of a system turn, unless they say the same."""
-    system = _text(row.get("system"), "system", where).strip()
     said = {turn["content"].strip() for turn in turns if turn["role"] == "system"}
-    return turns if not system or system in said else [_turn("system", system), *turns]
+    texts = [_text(row.get(name), name, where).strip() for name in SYSTEM]
+    return [*(_turn("system", text) for text in texts if text and text not in said), *turns]
+
+
+def _tools(row: Row, where: str) -> list[Turn]:
+    """What a row says of its tools: their JSON in a turn of its own, before all others."""
+    value = row.get("tools")
+    if _is_empty(value):
+        return []
+    found = _parsed(value, "tools", where) if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise UnusableRow("unusable", "column 'tools' holds no list")
+    return [_turn("tools", json.dumps(_without_missing(found), ensure_ascii=False))]
+
+
+def _without_missing(value: Any) -> Any:
+    """A value without the empty fields that Parquet adds to objects of different keys."""
+    if isinstance(value, dict):
+        return {k: _without_missing(v) for k, v in value.items() if not is_missing(v)}
+    return [_without_missing(item) for item in value] if isinstance(value, list) else value
 
 
 def _turn(role: str, content: str) -> Turn:
@@ -218,28 +294,27 @@ def _text(value: Any, column: str, where: str) -> str:
     return value
 
 
-def _prompt(row: Row, schema: Schema, where: str) -> list[Turn]:
-    assert schema.prompt
-    value = row.get(schema.prompt)
+def _prompt(row: Row, column: str, more: str | None, where: str) -> list[Turn]:
+    """The turns of a prompt: its own, or those of the history and a question."""
+    value = _messages_in(row.get(column), column, where)
     if isinstance(value, list):
-        turns = _turns(value, schema.prompt, where)
-    else:
-        text = _text(value, schema.prompt, where).strip()
-        if text.startswith("Human:") and text.endswith("\n\nAssistant:"):
-            turns = _turns(text, schema.prompt, where)[:-1]
-        else:
-            if schema.input:
-                extra = _text(row.get(schema.input), schema.input, where).strip()
-                text = f"{text}\n\n{extra}" if extra else text
-            earlier = None if schema.prompt == "history" else row.get("history")
-            turns = [*_history(earlier, where), _turn("user", text)]
-    return _with_system(row, turns, where)
+        return _turns(value, column, where)
+    text = _text(value, column, where).strip()
+    if text.startswith("Human:") and text.endswith("\n\nAssistant:"):
+        return _turns(text, column, where)[:-1]
+    if more:
+        extra = _text(row.get(more), more, where).strip()
+        text = f"{text}\n\n{extra}" if extra else text
+    earlier = None if column == "history" else row.get("history")
+    return [*_history(earlier, where), _turn("user", text)]
 
 
 def _history(value: Any, where: str) -> list[Turn]:
     """Earlier rounds: messages, or pairs of a question and its answer."""
-    if not isinstance(value, list):
+    if not is_list(value):
         return []
+    if isinstance(value, str):
+        value = _parsed(value, "history", where) or []
     if all(isinstance(entry, dict) for entry in value):
         return _turns(value, "history", where) if value else []
     turns = []
@@ -253,8 +328,8 @@ def _history(value: Any, where: str) -> list[Turn]:
 
 def _turns(value: Any, column: str, where: str) -> list[Turn]:
     """Messages from a list of `role`/`content` or `from`/`value`, or from 'Human: ...' text."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _from_json(value)
+    if isinstance(value, str) and is_list(value):
+        value = _parsed(value, column, where) or value
     if isinstance(value, str):
         pieces = TURN_MARK.split(value)
         if len(pieces) < 3:
@@ -271,12 +346,46 @@ def _turns(value: Any, column: str, where: str) -> list[Turn]:
     return [_message(turn, column, where) for turn in value]
 
 
-def _from_json(text: str) -> Any:
-    """The list that a cell holds as JSON, as CSV files write it; else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def _messages_in(value: Any, column: str, where: str) -> Any:
+    """The messages of a cell as a list, also of one that holds them as text; else the value."""
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        return [value]
+    if not isinstance(value, str) or not _MESSAGE_AS_TEXT.match(value):
+        return value
+    found = _parsed(value, column, where)
+    if found is None and _ROLE_KEY.search(value):
+        raise UnusableRow(
+            "unusable",
+            f"column {column!r} holds messages as text, but neither as JSON nor as "
+            "Python writes a list",
+        )
+    turns = [found] if isinstance(found, dict) else found
+    is_messages = isinstance(turns, list) and all(
+        isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns
+    )
+    return turns if is_messages else value
+
+
+def _parsed(text: str, column: str, where: str) -> Any:
+    """What a cell holds as JSON, or as Python prints lists; None if it holds neither."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(text)
+            json.dumps(found, ensure_ascii=False).encode()
+            return found
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: column {column!r} holds half of a character (a surrogate), which is no "
+                "text; replace it or remove the row"
+            ) from error
+        except (RecursionError, MemoryError) as error:
+            raise DataError(
+                f"{where}: column {column!r} holds values nested too deeply to be read; flatten "
+                "or remove it"
+            ) from error
+        except (ValueError, SyntaxError, TypeError):
+            continue
+    return None
 
 
 def _message(turn: Any, column: str, where: str) -> Turn:
@@ -290,7 +399,13 @@ def _message(turn: Any, column: str, where: str) -> Turn:
         )
     role = _ROLES.get(str(name).lower())
     if role is None:
-        raise UnusableRow("unusable", f"a turn of {str(name)!r} in column {column!r}")
+        raise UnusableRow(
+            "unusable",
+            f"a turn of the role {str(name)!r} in column {column!r}; read are {', '.join(_ROLES)}",
+        )
+    for key in _CALLS:
+        if not _is_empty(turn.get(key)):
+            raise UnusableRow("unusable", f"a turn in column {column!r} has {key!r}: not read")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
         content = _joined_parts(content, column)
@@ -331,10 +446,9 @@ def _answer(value: Any, column: str, before: list[Turn], where: str) -> tuple[li
         before: what the row's other columns say comes before the answer.
         where: place, for errors.
     """
-    if isinstance(value, dict):
-        value = [value]
     if isinstance(value, list) and value and not isinstance(value[0], dict):
         value = value[0]
+    value = _messages_in(value, column, where)
     is_text = isinstance(value, str)
     if is_text and before and not value.lstrip().startswith("Human:"):
         return before, value.strip()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from datasets import Dataset, Features, List, Value
 
@@ -24,16 +24,20 @@ from engine.data.cache import (
 )
 from engine.data.checks import no_usable_row
 from engine.data.files import DataError, Row, is_local, local_parts, read_rows
-from engine.data.rows import Dropped, Reason, UnusableRow, further_columns, normalise
-from engine.data.schemas import ROWS_LOOKED_AT, Phase, Schema, find_schema, schema_of
+from engine.data.rows import Dropped, Reason, further_columns, read
+from engine.data.schemas import ROWS_LOOKED_AT, Cells, Phase, Schema, schema_from, schema_of
 
 Note = Callable[[str], None]
+Streams = dict[str, Iterable[tuple[str, Row]]]
+"""The rows of each file ("": no file), each with its place."""
 
 ROW_FEATURES = Features(
     {
         "prompt": List({"role": Value("string"), "content": Value("string")}),
         "chosen": Value("string"),
         "rejected": Value("string"),
+        "more_rejected": List(Value("string")),
+        "label": Value("bool"),
         "text": Value("string"),
         "learnt_turns": List(Value("bool")),
         "references": List(Value("string")),
@@ -45,12 +49,21 @@ ROW_FEATURES = Features(
 )
 
 
+class FileRows(TypedDict):
+    """Rows of a file, and how many of them are usable."""
+
+    file: str
+    rows: int
+    usable: int
+
+
 @dataclass(frozen=True)
 class SourceRows:
     """The normalised rows of one source, memory-mapped.
 
     `dropped` counts rows left out by `rows.REASONS`, `first_dropped` says where the first
-    of each is and what it lacks; `fingerprint` changes with the content and the way it is read.
+    of each is and what it lacks; `files` are in the order of their rows; `fingerprint` changes with
+    the content and the way it is read.
     """
 
     train: Dataset
@@ -58,6 +71,7 @@ class SourceRows:
     schema: Schema
     dropped: dict[Reason, int]
     first_dropped: dict[Reason, str]
+    files: list[FileRows]
     fingerprint: str
 
     @property
@@ -83,8 +97,8 @@ def load_source(
     if source.path.startswith("embedded:"):
         schema = schema_of(source)
         assert schema is not None
-        parts: dict[str, Iterable[tuple[str, Row]]] = {
-            part: ((f"row {i}", row) for i, row in enumerate(facts.rows(part), 1))
+        parts: dict[str, Streams] = {
+            part: {"": ((f"row {i}", row) for i, row in enumerate(facts.rows(part), 1))}
             for part in ("train", "eval")
         }
         content: Any = source.path
@@ -92,15 +106,21 @@ def load_source(
         files = local_parts(source.path)
         schema = schema_of(source)
         assert schema is not None
-        parts = {part: _file_rows(names) for part, names in files.items() if names}
+        parts = {
+            part: {str(file): read_rows(file) for file in names}
+            for part, names in files.items()
+            if names
+        }
         content = {
             part: [file_fingerprint(file, root) for file in names] for part, names in files.items()
         }
     else:
         splits = _from_hub(source, note)
-        schema = find_schema(islice(splits["train"], ROWS_LOOKED_AT), source)
+        train = splits["train"]
+        cells = Cells.of(itertools.islice(train, ROWS_LOOKED_AT))
+        schema = schema_from(cells, source, is_whole=len(train) == cells.rows)
         parts = {
-            part: ((f"{part} row {i}", row) for i, row in enumerate(split, 1))
+            part: {"": ((f"{part} row {i}", row) for i, row in enumerate(split, 1))}
             for part, split in splits.items()
         }
         content = [source.path, source.subset, *(s._fingerprint for s in splits.values())]
@@ -122,39 +142,59 @@ def load_source(
         schema=schema,
         dropped=dropped["counts"],
         first_dropped=dropped["first"],
+        files=dropped["files"],
         fingerprint=key,
     )
 
 
-def _file_rows(files: list[Path]) -> Iterator[tuple[str, Row]]:
-    for file in files:
-        for place, row in read_rows(file):
-            yield f"{file}, {place}", row
+def _write(folder: Path, parts: dict[str, Streams], schema: Schema, source: DataSource) -> None:
+    """Write the rows of each part, and what was left out.
 
+    Raises:
+        DataError: no row is usable, or the schema does not hold for all rows.
+    """
+    dropped, cells = Dropped(), Cells()
+    files: list[FileRows] = []
 
-def _write(
-    folder: Path,
-    parts: dict[str, Iterable[tuple[str, Row]]],
-    schema: Schema,
-    source: DataSource,
-) -> None:
-    dropped = Dropped()
+    def normalised(part: str) -> Iterator[Row]:
+        for name, rows in parts[part].items():
+            count, before = itertools.count(), dropped.counts.total()
+            looked = cells if part == "train" else Cells()
+            for row, found in read(_placed(name, rows, looked, count), schema, dropped):
+                yield {**found, "columns": further_columns(row, schema)}
+            seen, left_out = next(count), dropped.counts.total() - before
+            files.append({"file": name, "rows": seen, "usable": seen - left_out})
 
-    def normalised(rows: Iterable[tuple[str, Row]]) -> Iterator[Row]:
-        for where, row in rows:
-            try:
-                found = normalise(row, schema, where)
-            except UnusableRow as unusable:
-                dropped.add(unusable, where)
-                continue
-            yield {**found, "columns": further_columns(row, schema)}
-
-    for part, rows in parts.items():
-        write_rows(folder / f"{part}.arrow", normalised(rows), ROW_FEATURES)
+    for part in parts:
+        write_rows(folder / f"{part}.arrow", normalised(part), ROW_FEATURES)
+    if schema.first_rows:
+        _check_later_rows(schema, cells, source)
     if not len(open_rows(folder / "train.arrow")):
         raise DataError(no_usable_row(source, schema, dropped))
-    found = {"counts": dropped.counts, "first": dropped.first}
+    found = {"counts": dropped.counts, "first": dropped.first, "files": files}
     (folder / "dropped.json").write_text(json.dumps(found))
+
+
+def _placed(
+    file: str, rows: Iterable[tuple[str, Row]], cells: Cells, count: Iterator[int]
+) -> Iterator[tuple[str, Row]]:
+    """Rows with file and place; they are counted, and their cells noted."""
+    for place, row in rows:
+        next(count)
+        cells.add(row)
+        yield (f"{file}, {place}" if file else place), row
+
+
+def _check_later_rows(schema: Schema, cells: Cells, source: DataSource) -> None:
+    """Refuse a schema that was found from the first rows where all rows say another one."""
+    whole = schema_from(cells, source).roles()
+    late = {role: column for role, column in whole.items() if column != schema.roles()[role]}
+    if late:
+        columns = ", ".join(f"{role} {column!r}" for role, column in late.items())
+        raise DataError(
+            f"data {source.path!r}: {schema.describe()}; but all rows together have {columns}; "
+            "move a row that fills these columns to the top of the file"
+        )
 
 
 def _from_hub(source: DataSource, note: Note) -> dict[str, Dataset]:

@@ -7,8 +7,9 @@ that both agree at the boundary. An answer ends in EOS, appended by id.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +18,9 @@ from engine.data.special_tokens import special_tokens
 
 Template = Literal["human_assistant", "chat_template"]
 Message = dict[str, str]
+
+SETTING = ("tools", "system")
+"""Roles of what a dialogue begins with, which is never cut."""
 
 HUMAN_ASSISTANT_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -81,13 +85,33 @@ def render_prompt(
         bos = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
         return bos + "".join(turns) + "\n\nAssistant:"
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages, tools = _with_tools_as_read(messages, tokenizer)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # Jinja's errors and what templates raise themselves
         roles = ", ".join(turn["role"] for turn in messages)
         raise DataError(
             f"the tokenizer's chat template refuses a dialogue of {roles}: {error}; "
             "set data.template=human_assistant"
         ) from error
+
+
+def _with_tools_as_read(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Message], list[Any] | None]:
+    """Messages and tools as the tokenizer's template reads them: in a system turn if it has none.
+
+    A turn of the role tools holds their JSON.
+    """
+    if messages[0]["role"] != "tools":
+        return messages, None
+    tools, rest = messages[0]["content"], messages[1:]
+    if "tools" in str(tokenizer.chat_template):
+        return rest, json.loads(tools)
+    if rest[0]["role"] == "system":
+        tools, rest = f"{rest[0]['content']}\n\n{tools}", rest[1:]
+    return [{"role": "system", "content": tools}, *rest], None
 
 
 def encode_prompt(
@@ -160,9 +184,11 @@ def fit_prompt(
 ) -> FittedPrompt | None:
     """Encode a dialogue, cutting the oldest whole rounds until it has at most `max_tokens`.
 
-    System turns at the start stay. None if the last user turn alone does not fit.
+    Turns of tools and system at the start stay. None if the last user turn alone does not fit.
     """
-    start = next((i for i, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
+    start = next(
+        (i for i, turn in enumerate(messages) if turn["role"] not in SETTING), len(messages)
+    )
     system, rest = messages[:start], messages[start:]
     while True:
         ids = encode_prompt(system + rest, tokenizer, template)

@@ -142,8 +142,7 @@ def _tokenise_chunk(chunk: _Chunk, encoding: Encoding) -> None:
 
     def encoded() -> Iterator[Row]:
         for number, row in enumerate(_rows(chunk), chunk.first):
-            found = encode_row(row, encoding.use, encoding.config, encoding.tokenizer, tally)
-            if found is not None:
+            for found in encode_row(row, encoding.use, encoding.config, encoding.tokenizer, tally):
                 tally["rows"] += 1
                 yield {**found, "row": number} if encoding.use == "ppo" else found
 

@@ -11,7 +11,7 @@ from engine.data.catalogue import DATA_SETS, entry_for
 from engine.data.checks import refusals
 from engine.data.files import DataError, is_local
 from engine.data.rows import normalise
-from engine.data.schemas import find_schema, schema_of
+from engine.data.schemas import Cells, schema_from, schema_of
 from engine.data.sources import load_source
 
 HH_PROMPT = "\n\nHuman: Hi?\n\nAssistant: Yes?\n\nHuman: Tea?\n\nAssistant:"
@@ -95,7 +95,7 @@ ROWS = {
 
 
 def read(name, row, **source):
-    schema = find_schema([row], DataSource(path=name, **source))
+    schema = schema_from(Cells.of([row]), DataSource(path=name, **source))
     found = normalise(row, schema, "a row")
     turns = [f"{turn['role']}: {turn['content']}" for turn in found["prompt"]]
     return turns, found["chosen"], found["rejected"]
@@ -151,7 +151,7 @@ def test_other_columns_under_a_known_name_are_found_by_themselves():
 def test_answers_of_ones_own_without_rejected_ones_serve_step_1(nothing):
     row = {"prompt": "Human: Hi? Assistant:", "chosen": "A", **nothing}
     assert read("local/jsonfile", row) == (["user: Hi?"], "A", None)
-    assert find_schema([row], DataSource(path="local/jsonfile")).phases == {"sft", "ppo"}
+    assert schema_from(Cells.of([row]), DataSource(path="local/jsonfile")).phases == {"sft", "ppo"}
 
 
 @pytest.mark.parametrize(

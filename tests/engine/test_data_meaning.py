@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from engine.config.schema import DataSource, RunConfig
+from engine.data import schemas
 from engine.data.checks import check_rows, refusals
 from engine.data.files import DataError, local_parts, read_rows
 from engine.data.rows import UnusableRow, normalise
@@ -46,14 +47,19 @@ def source(tmp_path):
 
 
 def read(source):
-    """The rows as they are learnt, and those left out by reason."""
+    """The rows whose answers are learnt, and those left out by reason."""
     schema = schema_of(source)
     kept, left_out = [], []
     for where, row in read_rows(Path(source.path)):
         try:
-            kept.append(normalise(row, schema, where))
+            found = normalise(row, schema, where)
         except UnusableRow as unusable:
             left_out.append((unusable.reason, unusable.detail))
+            continue
+        if found.get("label") is False:
+            left_out.append(("label", found["chosen"]))
+        else:
+            kept.append(found)
     return kept, left_out
 
 
@@ -118,21 +124,29 @@ def test_dialogues_of_another_question_than_the_prompt_are_left_out(source):
 
 
 @pytest.mark.parametrize(
-    "marks", [{"label": False}, {"kto_tag": "false"}, {"train": False}, {"weight": 0.0}]
+    ("marks", "good"),
+    [
+        ({"label": False}, {"label": True}),
+        ({"label": "False"}, {"label": "True"}),
+        ({"kto_tag": "false"}, {"kto_tag": "true"}),
+        ({"kto_tag": 0}, {"kto_tag": 1}),
+        ({"train": False}, {"train": True}),
+        ({"training": "0"}, {"training": "1"}),
+        ({"weight": 0.0}, {"weight": 1.0}),
+        ({"loss_weight": "0"}, {"loss_weight": "0.5"}),
+    ],
 )
-def test_rows_marked_as_bad_are_not_learnt_and_counted(source, marks):
-    good = {
-        name: 1.0 if value == 0.0 and name == "weight" else True for name, value in marks.items()
-    }
+def test_rows_marked_as_bad_are_not_learnt_and_counted(source, marks, good):
     rows = source(
         {"messages": [user("Is 0 even?"), assistant("No.")], **marks},
         {"messages": [user("Is 2 even?"), assistant("Yes.")], **good},
     )
     kept, left_out = read(rows)
     assert [row["chosen"] for row in kept] == ["Yes."]
-    assert left_out == [("unwanted", left_out[0][1])]
-    assert next(iter(marks)) in left_out[0][1]
-    assert check_rows(rows, schema_of(rows)).dropped.counts["unwanted"] == 1
+    assert len(left_out) == 1
+    dropped = check_rows(rows, schema_of(rows)).dropped
+    assert dropped.counts["unwanted"] == 1
+    assert next(iter(marks)) in dropped.first["unwanted"]
 
 
 def test_a_prompt_and_its_completion_with_a_label_from_parquet(source):
@@ -187,9 +201,11 @@ def test_nan_is_an_empty_cell(source, parquet):
     assert [reason for reason, _ in left_out] == ["empty", "empty"]
 
 
-def test_a_column_of_nan_alone_is_no_column(source):
-    schema = schema_of(source({"prompt": "Say 1.", "chosen": "1", "rejected": math.nan}))
-    assert schema.rejected is None
+@pytest.mark.parametrize("parquet", [False, True])
+def test_a_column_of_nan_alone_is_no_column(source, parquet):
+    rows = source({"prompt": "Say 1.", "chosen": "1", "rejected": math.nan}, parquet=parquet)
+    assert schema_of(rows).rejected is None
+    assert [row["chosen"] for row in read(rows)[0]] == ["1"]
     kept, left_out = read(source({"messages": [user("Hi."), assistant(math.nan)]}))
     assert (kept, [reason for reason, _ in left_out]) == ([], ["empty"])
 
@@ -258,24 +274,137 @@ def test_rows_that_need_a_picture_are_left_out(source):
     assert "'images'" in left_out[0][1]
 
 
-def test_of_several_rejected_answers_the_first_makes_the_pair_and_that_is_said(source):
-    rows = source({"prompt": "Say 0.", "chosen": "0", "rejected": ["no", "never"]})
-    ((row,), _) = read(rows)
-    assert row["rejected"] == "no"
-    assert "of several rejected answers the first" in schema_of(rows).describe()
+def test_each_of_several_rejected_answers_makes_a_pair(source):
+    rows = source(
+        {"prompt": "Say 0.", "chosen": "0", "rejected": ["no", "never", None]},
+        {"prompt": "Say 1.", "chosen": "1", "rejected": ["no"]},
+        {"prompt": "Say 2.", "chosen": "2", "rejected": [math.nan, ""]},
+    )
+    kept, left_out = read(rows)
+    assert [(row["rejected"], row["more_rejected"]) for row in kept] == [
+        ("no", ["never"]),
+        ("no", None),
+    ]
+    assert left_out == [("empty", "column 'rejected' is empty")]
+    assert "each of several rejected answers makes a pair" in schema_of(rows).describe()
     kept, left_out = read(source({"prompt": "Say 0.", "chosen": ["0", "1"], "rejected": "no"}))
     assert kept == []
     assert left_out[0] == ("unusable", "column 'chosen' holds several answers")
 
 
-def test_columns_that_are_not_read_are_listed_and_noted(source, tmp_path):
-    rows = source({"prompt": "Say 0.", "chosen": "0", "rejected": "1", "tools": "[]", "id": 3})
+def test_marks_are_obeyed_beside_pairs_and_a_label_there_is_listed(source):
+    pair = {"prompt": "Say 0.", "chosen": "0", "rejected": "1", "label": True}
+    rows = source({**pair, "train": False}, {**pair, "train": True}, {**pair, "label": False})
+    kept, left_out = read(rows)
+    assert (len(kept), [reason for reason, _ in left_out]) == (2, ["unwanted"])
+    assert schema_of(rows).unread == ("label",)
+
+
+def test_weights_between_0_and_1_are_said_to_count_as_1(source):
+    turns = [user("Say 0."), assistant("0", weight=0.5)]
+    assert schema_of(source({"messages": turns, "loss_weight": 1})).unread == (
+        "messages.weight (all but 0 count as 1)",
+    )
+
+
+def test_columns_and_keys_that_are_not_read_are_listed_and_noted(source, tmp_path):
+    rows = source({"prompt": "Say 0.", "chosen": "0", "rejected": "1", "url": "x", "id": 3})
     notes: list[str] = []
     loaded = load_source(rows, str(tmp_path / "cache"), notes.append)
-    assert loaded.schema.unread == ("tools", "id")
-    assert sum("columns not read: tools, id" in note for note in notes) == 1
+    assert loaded.schema.unread == ("url", "id")
+    assert sum("columns not read: url, id" in note for note in notes) == 1
     fully_read = source({"prompt": "Say 0.", "chosen": "0", "system": "Count."})
     assert schema_of(fully_read).unread == ()
+    turns = [user("Say 0.", name="Ann"), assistant("0", reasoning_content="Think.")]
+    dialogues = source({"messages": turns, "images": [], "history": "Long ago."}, parquet=True)
+    assert schema_of(dialogues).unread == (
+        "images",
+        "history",
+        "messages.name",
+        "messages.reasoning_content",
+    )
+
+
+def test_a_system_prompt_by_its_other_name_is_the_system_turn(source):
+    row = {"system_prompt": "Capitals.", "question": "Colour?", "response": "BLUE"}
+    ((found,), _) = read(source(row))
+    assert found["prompt"] == [system("Capitals."), user("Colour?")]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
+
+
+@pytest.mark.parametrize("cell", [TOOLS, json.dumps(TOOLS)])
+def test_tools_come_before_the_dialogue(source, cell):
+    turns = [user("Add 1 and 1."), assistant("I need no tool: 2.")]
+    rows = source({"messages": turns, "tools": cell}, {"messages": turns, "tools": None})
+    (first, second), _ = read(rows)
+    tools, question = first["prompt"]
+    assert (tools["role"], json.loads(tools["content"])) == ("tools", TOOLS)
+    assert question == user("Add 1 and 1.")
+    assert second["prompt"] == [question]
+    assert schema_of(rows).unread == ()
+
+
+def test_empty_fields_that_parquet_adds_to_tools_are_no_part_of_them(source):
+    one = {"name": "add", "args": {"a": "int"}}
+    other = {"name": "say", "args": {"text": "str"}}
+    rows = source(
+        {"messages": [user("Hi."), assistant("Yes?")], "tools": [one, other]}, parquet=True
+    )
+    ((row,), _) = read(rows)
+    assert json.loads(row["prompt"][0]["content"]) == [one, other]
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"role": "tool", "content": "2"}, "a turn of the role 'tool' in column 'messages'; read"),
+        (assistant("Let me see.", tool_calls=[{"id": 1}]), "has 'tool_calls'"),
+        ({"from": "function_call", "value": "{}"}, "a turn of the role 'function_call'"),
+    ],
+)
+def test_calls_of_tools_are_left_out_with_the_reason(source, turn, reason):
+    turns = [user("Add 1 and 1."), turn, user("So?"), assistant("2")]
+    kept, left_out = read(
+        source({"messages": turns}, {"messages": [user("Hi."), assistant("Yes?")]})
+    )
+    assert len(kept) == 1
+    assert left_out[0][0] == "unusable"
+    assert reason in left_out[0][1]
+
+
+def test_messages_as_text_that_cannot_be_read_are_no_answer(source):
+    # as pandas writes an array of messages: without commas
+    printed = "[{'role': 'user', 'content': 'Say 0.'}\n {'role': 'assistant', 'content': '0'}]"
+    code = '[{"a": 1}, {"b": 2}]'
+    rows = source(
+        {"prompt": "Say 0.", "chosen": printed, "rejected": printed},
+        {"prompt": "Write JSON.", "chosen": code, "rejected": "[1, 2"},
+    )
+    kept, left_out = read(rows)
+    assert [(row["chosen"], row["rejected"]) for row in kept] == [(code, "[1, 2")]
+    assert left_out[0][0] == "unusable"
+    assert "holds messages as text" in left_out[0][1]
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ('[{"role": "user", "content": "\\ud83d"}]', "half of a character"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    ],
+)
+def test_broken_text_inside_a_cell_names_file_and_line(tmp_path, cell, problem):
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["messages"])
+        writer.writeheader()
+        writer.writerows([{"messages": json.dumps([user("Say 0."), assistant("0")])}] * 2)
+        writer.writerow({"messages": cell})
+    rows = DataSource(path=str(file))
+    with pytest.raises(DataError, match=rf"rows.csv, line 4: column 'messages' holds .*{problem}"):
+        check_rows(rows, schema_of(rows))
 
 
 @pytest.mark.parametrize("parquet", [False, True])
@@ -291,6 +420,41 @@ def test_pairs_may_begin_late_in_a_file(source, parquet):
     assert schema.phases == {"sft", "reward", "ppo"}
     reading = check_rows(rows, schema)
     assert (reading.usable, reading.dropped.counts["empty"]) == (175, 25)
+
+
+@pytest.fixture
+def few_rows_looked_at(monkeypatch):
+    monkeypatch.setattr(schemas, "ROWS_LOOKED_AT", 10)
+    monkeypatch.setattr(schemas, "_LEAST_ROWS_OF_A_FILE", 2)
+
+
+@pytest.mark.usefixtures("few_rows_looked_at")
+def test_a_schema_from_the_first_rows_says_so_and_does_not_outlive_later_ones(source, tmp_path):
+    answers = [{"prompt": f"Say {n}.", "chosen": str(n)} for n in range(12)]
+    rows = source(*answers)
+    assert "found from the first 10 rows" in schema_of(rows).describe()
+    assert len(load_source(rows, str(tmp_path / "cache")).train) == 12
+    late = source(*answers, {**answers[0], "rejected": "no"})
+    with pytest.raises(DataError, match=r"all rows together have rejected 'rejected'; move a row"):
+        load_source(late, str(tmp_path / "cache"))
+    unwanted = source(*answers, {**answers[0], "label": False})
+    with pytest.raises(DataError, match="label 'label'"):
+        load_source(unwanted, str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("few_rows_looked_at")
+def test_every_file_of_a_folder_has_its_part_in_the_schema(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, row in (("a", {"prompt": "Say.", "chosen": "0"}), ("b", {"rejected": "1"})):
+        rows = [{"prompt": "Say.", "chosen": "0", **row}] * 30
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_source(DataSource(path=str(folder)), str(tmp_path / "cache"))
+    assert loaded.schema.rejected == "rejected"
+    assert [(Path(each["file"]).name, each["rows"], each["usable"]) for each in loaded.files] == [
+        ("a.jsonl", 30, 0),
+        ("b.jsonl", 30, 30),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -549,3 +549,47 @@ def test_dialogues_are_given_as_messages_and_pairs_are_not_given(configure, toke
     build_phase(dialogue, tokenizer, "ppo")
     found = PromptColumns(dialogue).of(0)
     assert [turn["role"] for turn in found["prompt"]] == [turn["role"] for turn in DIALOGUE]
+
+
+TOOLS = '[{"name": "add", "about": "a sum, not <eos>"}]'
+WITH_TOOLS = CHATML.replace("{% for", "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for", 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "template", "expected"),
+    [
+        (
+            CHATML,
+            "human_assistant",
+            "\n\nSystem: {}\n\nSystem: be kind\n\nHuman: Hi?\n\nAssistant:",
+        ),
+        (
+            CHATML,
+            "chat_template",
+            "<|im_start|>system\nbe kind\n\n{}<eos>\n<|im_start|>user\nHi?<eos>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (
+            WITH_TOOLS,
+            "chat_template",
+            "{}\n<|im_start|>system\nbe kind<eos>\n<|im_start|>user\nHi?<eos>\n"
+            "<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_tools_are_read_as_the_template_has_them(own, template, expected):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = own
+    install_template(tokenizer, template)
+    messages = [
+        {"role": "tools", "content": TOOLS},
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "Hi?"},
+    ]
+    ids = encode_prompt(messages, tokenizer, template)
+    assert tokenizer.decode(ids) == expected.replace("{}", TOOLS)
+    # the special token that the tools spell is text
+    assert ids.count(tokenizer.eos_token_id) == expected.count("<eos>")
+    older = [*messages, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "So"}]
+    fitted = fit_prompt(older, tokenizer, template, len(ids))
+    assert [turn["role"] for turn in fitted.messages] == ["tools", "system", "user"]

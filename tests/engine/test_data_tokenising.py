@@ -91,8 +91,7 @@ def one_by_one(config, tokenizer, use):
     rows = [row for part in parts_of(config) for row in part.rows.select(part.indices)]
     columns = {name: [] for name in FEATURES[use]}
     for number, row in enumerate(rows):
-        encoded = encode_row(row, use, config, tokenizer, tally)
-        if encoded is not None:
+        for encoded in encode_row(row, use, config, tokenizer, tally):
             tally["rows"] += 1
             for name, values in columns.items():
                 values.append(number if name == "row" else encoded[name])
