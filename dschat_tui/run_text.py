@@ -8,7 +8,7 @@ from dschat_tui.runs.control import Described
 from dschat_tui.runs.results import was_evaluated
 from dschat_tui.runs.state import FinalMetrics, RunState, steps_of
 from dschat_tui.text import aligned, duration, figure, plain
-from engine.config.steps import STEPS
+from engine.config.steps import BY_NAME, STEPS
 
 
 def result_line(step: str, metrics: FinalMetrics) -> str:
@@ -16,7 +16,7 @@ def result_line(step: str, metrics: FinalMetrics) -> str:
     if step == "sft":
         text = _arrow("perplexity", metrics, "ppl_before", "ppl_after")
         return text or (f"perplexity {NOT_MEASURED}" if was_evaluated(metrics) else "")
-    if step in ("reward", "dpo"):
+    if BY_NAME[step].phase == "reward":
         accuracy, margin = metrics.get("accuracy"), metrics.get("margin")
         if accuracy is None:
             return f"accuracy {NOT_MEASURED}" if was_evaluated(metrics) else ""

@@ -380,7 +380,7 @@ def pair_batches(bench: Bench) -> Iterator[dict[str, Tensor]]:
     """The held-out pairs in batches `(2 * pairs, seq)`, all chosen, then all rejected."""
     config, pairs = bench.config, bench.pairs
     collate = LabelledPairCollator(bench.tokenizer.pad_token_id)
-    size = (config.dpo if config.alignment == "dpo" else config.reward).eval_batch_size
+    size = config.pair_options.eval_batch_size
     for start in range(0, len(pairs), size):
         rows = collate([pairs[row] for row in range(start, len(pairs))[:size]])
         yield {name: tensor.to(bench.device) for name, tensor in rows.items()}

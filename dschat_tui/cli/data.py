@@ -19,6 +19,7 @@ from dschat_tui.cli.shared import (
     load_config,
     refuse,
 )
+from engine.config.steps import pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,8 +107,12 @@ def export_data(
 ) -> None:
     """Write the rows that a step will see: text, token ids, labels, chosen and rejected."""
     config, named = _configuration(source, profile, assignments)
-    if step == 3 and config.alignment == "dpo":
-        refuse("--step 3: a run with alignment=dpo ends after step 2. Give --step 1 or 2")
+    last = pipeline(config.alignment)[-1].number
+    if step > last:
+        refuse(
+            f"--step {step}: a run with alignment={config.alignment} ends after step {last}. "
+            f"Give {last} or less"
+        )
     if output.exists():
         refuse(f"--output {output} exists; dschat never overwrites. Choose another file")
     if not output.absolute().parent.is_dir():

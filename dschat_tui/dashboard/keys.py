@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from textual.binding import Binding, BindingType
 
+from engine.config.steps import STEPS
+
 
 class Key(NamedTuple):
     """A key: its heading in the help, its id, Textual's names of it, its action, what it is for.
@@ -80,7 +82,18 @@ KEYS = (
     Key("runs", "runs.new", "n", "app.show_start", "new run", "n", 7),
     Key("runs", "runs.delete", "d,delete", "delete", "delete", "d", 6, acts=True),
     Key("compare", "compare.back", "escape", "back", "back", "esc", 1),
-    Key("compare", "compare.step4", "4", "show_step(3)", "step 2 of DPO", "4"),
+    # Beside the steps of PPO, which have their keys on every screen with steps.
+    *(
+        Key(
+            "compare",
+            f"compare.step{place}",
+            str(place),
+            f"show_step({place - 1})",
+            f"step {step.number} of {step.short_title}",
+            str(place),
+        )
+        for place, step in enumerate(STEPS[3:], 4)
+    ),
     Key("compare", "compare.differences", "d", "differences", "differences", "d", 2),
     Key("list", "list.up", "up,k", "line(-1)", "up", "up"),
     Key("list", "list.down", "down", "line(1)", "down", "down"),

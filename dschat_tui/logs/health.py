@@ -14,6 +14,7 @@ from statistics import median
 from dschat_tui.logs.quantities import QUANTITIES
 from dschat_tui.logs.records import Status
 from dschat_tui.logs.series import Series
+from engine.config.steps import BY_NAME
 from engine.health import (
     ACCURACY,
     ANSWER_LENGTH,
@@ -256,7 +257,8 @@ def generation_share(vitals: Vitals) -> Verdict | None:
 def accuracy(vitals: Vitals) -> Verdict | None:
     """Whether the reward model ranks the better answer higher."""
     series = vitals.series.get("eval_accuracy") or vitals.series.get("accuracy")
-    value = _now(series) if vitals.status.step in ("reward", "dpo") else None
+    step = vitals.status.step
+    value = _now(series) if step and BY_NAME[step].phase == "reward" else None
     if value is None:
         return None
     return _held(

@@ -43,8 +43,10 @@ def find_source(path: Path) -> Source:
     steps = {step.name: path / step.folder for step in STEPS}
     state_file = path / "run.json"
     if state_file.is_file() or any(folder.is_dir() for folder in steps.values()):
-        is_dpo = steps["dpo"].is_dir() or "dpo" in _recorded_steps(state_file)
-        names = PIPELINES["dpo" if is_dpo else "ppo"]
+        recorded = _recorded_steps(state_file)
+        there = {name for name, folder in steps.items() if folder.is_dir() or name in recorded}
+        # The pipeline that has all of the run's steps; before its second step that is PPO's.
+        names = next((p for p in PIPELINES.values() if there <= {*p}), PIPELINES["ppo"])
         logs: dict[str, Path] = {step: steps[step] / "training.log" for step in names}
         rollouts = steps["ppo"] / "rollouts.jsonl"
         return Source(path, logs, rollouts, state_file)

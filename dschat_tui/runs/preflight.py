@@ -22,7 +22,7 @@ from dschat_tui.runs.state import DONE, PENDING, RUNNING, RunState, has_state
 from engine.config.loading import ConfigError, get_value, load_config, options, to_yaml
 from engine.config.rules import ModelFacts, check
 from engine.config.schema import ALL_STEPS, DataSource, RunConfig
-from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName
+from engine.config.steps import BY_NAME, STEPS, RoleName, Step, StepName, pipeline
 from engine.config.warmup import warmup_problem
 from engine.data import checks, files
 from engine.families import KNOWN_FAMILIES, family_of
@@ -97,10 +97,12 @@ def prepare(config: RunConfig, output: Path, numbers: list[int] | None) -> Plan:
     _count_nodes(config)
     run = RunFolder(output)
     reasons: list[str] = []
-    if config.alignment == "dpo" and 3 in (numbers or ()):
+    last = pipeline(config.alignment)[-1].number
+    if numbers and max(numbers) > last:
         reasons.append(
-            "--steps asks for step 3, which a run with alignment=dpo does not have: its step 2 "
-            "makes the model to talk to. Leave out 3, or set alignment=ppo"
+            f"--steps asks for step {max(numbers)}, which a run with alignment={config.alignment} "
+            f"does not have: its step {last} makes the model to talk to. Leave out "
+            f"{max(numbers)}, or set alignment=ppo"
         )
     steps = wanted_steps(config, numbers)
     state = _existing_state(run, reasons)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dschat_tui.runs.state import FinalMetrics
+from engine.config.steps import BY_NAME
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -34,7 +35,7 @@ def final_metrics(step: str, step_folder: Path) -> FinalMetrics:
     if step == "sft":
         evals = [record for record in records if record.get("kind") == "eval"]
         found |= _first_and_last(evals, "ppl", "ppl_before", "ppl_after")
-    elif step in ("reward", "dpo"):
+    elif BY_NAME[step].phase == "reward":
         evals = [record for record in records if record.get("kind") == "reward_eval"]
         if evals:
             last = evals[-1]

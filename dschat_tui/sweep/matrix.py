@@ -170,13 +170,8 @@ def options_of(name: str, value: object, steps: Sequence[int], config: RunConfig
     Raises:
         ConfigError: a value of `lora` that is neither a rank nor on or off.
     """
-    roles = [
-        role
-        for role, own_steps in (("actor", (1, 3)), ("critic", (2, 3)))
-        if set(own_steps) & set(steps)
-    ]
-    if config.alignment == "dpo":
-        roles = ["actor"]
+    trained = {role for step in config.steps if step.number in steps for role in step.roles}
+    roles = [role for role in ("actor", "critic") if role in trained]
     if name == "hybrid_engine":
         return {"hybrid_engine.enabled": value}
     if name in ("zero_stage", "offload"):
@@ -366,7 +361,7 @@ def needed_steps(config: RunConfig, steps: Sequence[int]) -> tuple[int, ...]:
     needed: set[int] = set()
     if 3 in steps:
         needed = {step.number for step in config.steps} - {3}
-    elif 2 in steps and (config.alignment == "dpo" or config.models.reward == "sft"):
+    elif 2 in steps and (not config.has_step("reward") or config.models.reward == "sft"):
         needed = {1}
     return tuple(
         step for step in sorted(needed - set(steps)) if get_value(config, FINISHED[step][1]) is None

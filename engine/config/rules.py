@@ -392,7 +392,7 @@ def _target_without_coefficient(config: RunConfig, facts: ModelFacts) -> Problem
 @rule("same-tokenizer", "the reward model must read the same tokens that the actor writes")
 def _tokenizers_differ(config: RunConfig, facts: ModelFacts) -> Problem | None:
     actor, reward, models = facts.actor_vocabulary, facts.reward_vocabulary, config.models
-    if config.alignment == "dpo" or not config.needs_reward_model:
+    if not config.has_step("reward"):
         return None
     if actor is None or reward is None or actor == reward:
         return None
@@ -419,12 +419,11 @@ def _too_long(config: RunConfig, facts: ModelFacts) -> Problem | None:
 
 def _lengths(config: RunConfig) -> Iterator[tuple[str, str, int]]:
     """The most tokens that each model reads: actor or reward, set by which options, how many."""
-    if config.alignment == "dpo":
-        yield "actor", "sft.max_length", config.sft.max_length
-        yield "actor", "dpo.max_length", config.dpo.max_length
-        return
-    answered = config.ppo.max_prompt_length + config.ppo.max_answer_length
-    models = [("actor", "sft"), ("reward", "reward")]
-    for model, step in models if config.needs_reward_model else models[:1]:
-        yield model, "ppo.max_prompt_length + ppo.max_answer_length", answered
-        yield model, f"{step}.max_length", getattr(config, step).max_length
+    for step in config.steps:
+        models = ["reward" if role == "critic" else "actor" for role in step.roles]
+        if step.name != "ppo":
+            yield models[0], f"{step.name}.max_length", getattr(config, step.name).max_length
+            continue
+        answered = config.ppo.max_prompt_length + config.ppo.max_answer_length
+        for model in models if config.needs_reward_model else models[:1]:
+            yield model, "ppo.max_prompt_length + ppo.max_answer_length", answered

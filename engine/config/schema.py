@@ -926,6 +926,18 @@ class RunConfig(Section):
         """The steps that this run leads through."""
         return pipeline(self.alignment, self.needs_reward_model)
 
+    @property
+    def pair_options(self) -> PretrainingStyleStep:
+        """Options of the step that learns from pairs; the reward model's if this run has none."""
+        name = next((step.name for step in self.steps if step.phase == "reward"), "reward")
+        found = getattr(self, name)
+        assert isinstance(found, PretrainingStyleStep)
+        return found
+
+    def has_step(self, name: StepName) -> bool:
+        """Whether this run leads through a step."""
+        return any(step.name == name for step in self.steps)
+
     def for_step(self, step: StepName) -> RunConfig:
         """The configuration that one step runs under: this one with the step's overrides."""
         overrides = getattr(self, step).overrides

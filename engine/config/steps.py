@@ -11,6 +11,8 @@ from typing import Literal
 
 StepName = Literal["sft", "reward", "ppo", "dpo"]
 RoleName = Literal["actor", "critic"]
+Phase = Literal["sft", "reward", "ppo"]
+"""Kinds of rows: prompts with answers, pairs of answers, prompts alone."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Step:
         title: in tables and messages.
         short_title: where space is short.
         folder: its folder inside the run's.
+        phase: the kind of rows that it learns from.
         needs: the steps whose models it begins with.
         models: the model folders that it leaves in its folder, beside `actor_ema`.
         chat_models: those that can be talked with, the preferred one first.
@@ -39,6 +42,7 @@ class Step:
     title: str
     short_title: str
     folder: str
+    phase: Phase
     needs: tuple[StepName, ...]
     models: tuple[str, ...]
     chat_models: tuple[str, ...]
@@ -71,6 +75,7 @@ STEPS = (
         title="SFT",
         short_title="SFT",
         folder="step1-sft",
+        phase="sft",
         needs=(),
         models=("model",),
         chat_models=("model",),
@@ -86,6 +91,7 @@ STEPS = (
         title="reward model",
         short_title="reward model",
         folder="step2-reward",
+        phase="reward",
         # unless models.reward names another base
         needs=("sft",),
         models=("model",),
@@ -102,6 +108,7 @@ STEPS = (
         title="RLHF (PPO)",
         short_title="RLHF",
         folder="step3-rlhf",
+        phase="ppo",
         needs=("sft", "reward"),
         models=("actor", "critic"),
         chat_models=("actor_ema", "actor"),
@@ -117,6 +124,7 @@ STEPS = (
         title="DPO",
         short_title="DPO",
         folder="step2-dpo",
+        phase="reward",
         needs=("sft",),
         models=("model",),
         chat_models=("model",),

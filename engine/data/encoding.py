@@ -148,7 +148,7 @@ def max_tokens(config: RunConfig, phase: Phase) -> int:
 
 def _pair_length(config: RunConfig) -> int:
     """Most tokens of an answer with its prompt in step 2."""
-    return (config.dpo if config.alignment == "dpo" else config.reward).max_length
+    return config.pair_options.max_length
 
 
 def _ppo_row(

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.schema import DataSource, RunConfig
+from engine.config.steps import pipeline
 from engine.data.encoding import IGNORED, encode_row, max_tokens
 from engine.data.files import Row
 from engine.data.phases import build_phase
@@ -156,13 +157,15 @@ def inspect(
         DataError: the source cannot be used.
     """
     loaded = load_source(source, config.data.cache_dir, note)
-    count = len(loaded.train)
+    train = _wanted(loaded.train)
+    count = len(train)
     picked = np.unique(np.linspace(0, count - 1, min(most_rows, count)).round().astype(np.int64))
-    rows = loaded.train.select(picked)
-    first = list(loaded.train.select(range(min(max(samples, 1), count))))
+    rows = train.select(picked)
+    first = list(train.select(range(min(max(samples, 1), count))))
     reasons = loaded.schema.step_reasons(config.needs_reward_model)
-    if config.alignment == "dpo":
-        reasons[3] = "a run with alignment=dpo ends after step 2"
+    last = pipeline(config.alignment)[-1].number
+    for step in range(last + 1, len(PHASES) + 1):
+        reasons[step] = f"a run with alignment={config.alignment} ends after step {last}"
     document: Inspection = {
         "source": source.path,
         "schema": loaded.schema.describe(),
@@ -196,6 +199,13 @@ def inspect(
         "rendered": _rendered(first[0], config, tokenizer, own_template),
         "samples": list(_samples(first[:samples], served, config, tokenizer)),
     }
+
+
+def _wanted(rows: Dataset) -> Dataset:
+    """Rows but those whose label calls the answer bad, which are counted as left out."""
+    labels = rows.data.column("label").to_pylist()
+    wanted = [index for index, label in enumerate(labels) if label is not False]
+    return rows if len(wanted) == len(rows) else rows.select(wanted)
 
 
 def exported(

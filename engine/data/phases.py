@@ -272,12 +272,11 @@ def _wanted(config: RunConfig, sources: list[SourceRows]) -> frozenset[Phase]:
 
     Without pairs there is no step 2, and no step 3 that needs its model.
     """
-    if not config.needs_reward_model:
-        return frozenset(("sft", "ppo"))
+    wanted = frozenset(step.phase for step in config.steps)
     has_pairs = any("reward" in source.phases for source in sources)
-    if config.alignment == "dpo":
-        return frozenset(("sft", "reward") if has_pairs else ("sft",))
-    return frozenset(PHASES if has_pairs or config.models.trained_reward else ("sft",))
+    if "reward" in wanted and not has_pairs and not config.models.trained_reward:
+        return frozenset(("sft",))
+    return wanted
 
 
 def _by_phase(rows: Dataset, indices: np.ndarray, phase: Phase) -> tuple[np.ndarray, np.ndarray]:

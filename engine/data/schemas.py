@@ -7,13 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 from engine.config.schema import DataSource
+from engine.config.steps import Phase
 from engine.data import catalogue
 from engine.data.files import DataError, Row, is_local, is_missing, local_parts, read_rows
-
-Phase = Literal["sft", "reward", "ppo"]
 
 PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
 EMBEDDED = ("embedded:facts",)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.config.steps import PIPELINES
+from engine.config.steps import BY_NAME, PIPELINES
 from engine.log.causes import Cause, CauseFinder
 
 # Longer lines are cut, so that a hostile log takes bounded time.
@@ -39,7 +39,7 @@ _HEADS = re.compile(
     r"|\[launch\.py:|(?:Metrics|Phase|Note|Warning|Step finished) => |Traceback \(most"
 )
 
-_STEP_OF_COMMAND = re.compile(r"engine\.steps\.(sft|reward|ppo|rlhf|dpo)\b")
+_STEP_OF_COMMAND = re.compile(rf"engine\.steps\.({'|'.join(BY_NAME)}|rlhf)\b")
 _STEP_OF_WRAPPER = re.compile(r"---=== Running Step ([123]) ===---")
 _WRAPPER_STATUS = re.compile(
     r"(?:RuntimeError: )?Step [0-9] exited with non-zero status (-?[0-9]{1,10})"

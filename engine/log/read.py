@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from engine.config.steps import BY_NAME
 from engine.log.causes import Cause
 from engine.log.foreign import (
     CONTROL,
@@ -513,7 +514,7 @@ class LogReader:
         previous = self._optimizer or {}
         second = previous.get("step") == step and previous.get("engine") == "actor"
         engine = "critic" if second or self.step == "reward" else "actor"
-        if self.step in ("sft", "dpo"):
+        if self.step and BY_NAME[self.step].roles == ("actor",):
             engine = "actor"
         rates = [float(rate) for rate in _LEARNING_RATE.findall(match[3])]
         self._optimizer = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from engine.config.loading import drop_override
 from engine.config.rules import check
 from engine.config.schema import RunConfig
+from engine.config.steps import BY_NAME
 from engine.planning.memory import Device, Plan, plan_memory
 from engine.planning.shapes import ModelShape
 
@@ -132,6 +133,6 @@ def _changed(config: RunConfig, assignments: Assignments) -> RunConfig:
         for group in groups:
             owner = getattr(owner, group)
         setattr(owner, field, value)
-        for step in (changed.sft, changed.reward, changed.dpo, changed.ppo):
-            drop_override(step.overrides, key)
+        for name in BY_NAME:
+            drop_override(getattr(changed, name).overrides, key)
     return changed

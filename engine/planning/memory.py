@@ -23,10 +23,11 @@ that is up to half of the process. Larger blocks are mapped one by one and given
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine.config.loading import get_value
 from engine.config.schema import PretrainingStyleStep, RoleConfig, RunConfig, StepConfig
 from engine.config.steps import StepName
 from engine.planning.activations import (
@@ -476,17 +477,18 @@ def plan_memory(
     """
     place = _Place(device, 4 if dtype == "fp32" else 2, nodes * config.launch.num_accelerators)
     critic = reward or actor
-    steps = []
-    if config.models.sft is None:
-        steps.append(StepPlan("sft", tuple(_sft(config.for_step("sft"), actor, place))))
-    if config.alignment == "dpo":
-        steps.append(StepPlan("dpo", tuple(_dpo(config.for_step("dpo"), actor, place))))
-        return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
-    if config.needs_reward_model and config.models.trained_reward is None:
-        steps.append(StepPlan("reward", tuple(_reward(config.for_step("reward"), critic, place))))
-    ppo = _ppo(config.for_step("ppo"), actor, critic, place, nodes)
-    steps.append(StepPlan("ppo", tuple(ppo)))
-    return Plan(device, dtype, place.ranks, config.launch.num_accelerators, tuple(steps))
+    items: dict[StepName, Callable[[RunConfig], Iterable[Item]]] = {
+        "sft": lambda own: _sft(own, actor, place),
+        "reward": lambda own: _reward(own, critic, place),
+        "ppo": lambda own: _ppo(own, actor, critic, place, nodes),
+        "dpo": lambda own: _dpo(own, actor, place),
+    }
+    steps = tuple(
+        StepPlan(step.name, tuple(items[step.name](config.for_step(step.name))))
+        for step in config.steps
+        if step.replaced_by is None or get_value(config, step.replaced_by) is None
+    )
+    return Plan(device, dtype, place.ranks, config.launch.num_accelerators, steps)
 
 
 def _micro_batch(options: StepConfig, ranks: int) -> tuple[int, bool]:

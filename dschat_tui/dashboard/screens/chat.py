@@ -19,11 +19,13 @@ from dschat_tui.dashboard.widgets.bars import Line
 from dschat_tui.dashboard.widgets.lines import LineList
 from dschat_tui.dashboard.widgets.rows import Row
 from dschat_tui.text import ASCII, UNICODE, clean
+from engine.config.steps import STEPS
 
 # answers stream, but nobody reads faster than this
 DRAW_SECONDS = 0.05
 # which of a run's models comes first, and which can be the second
-ORDER = ("actor", "dpo", "sft", "actor_ema")
+_OF_STEPS = [step.model_name(name) for step in reversed(STEPS) for name in step.chat_models]
+ORDER = (*(name for name in _OF_STEPS if name != "actor_ema"), "actor_ema")
 BOTH = "both"
 
 
