@@ -24,8 +24,6 @@ from dschat_tui.dashboard.screens.dialogs import Choice, Question
 from dschat_tui.dashboard.screens.help import PAGES_WIDTH, Pages, help_rows
 from dschat_tui.dashboard.screens.run.header import LOST_SECONDS
 from dschat_tui.dashboard.screens.run.screen import RunScreen
-from dschat_tui.dashboard.screens.runs import RunsScreen
-from dschat_tui.dashboard.screens.start.screen import StartScreen
 from dschat_tui.dashboard.widgets.lines import Lines
 from dschat_tui.dashboard.widgets.rows import row_text
 from dschat_tui.logs.source import Source, SourceError, find_source
@@ -143,11 +141,16 @@ class Dashboard(App[None]):
 
     def action_show_start(self) -> None:
         """Go to the form of a new run."""
+        # here and below, not above: the first picture of another screen does not wait for it
+        from dschat_tui.dashboard.screens.start.screen import StartScreen
+
         if not self._go_back_to(StartScreen):
             self.push_screen(StartScreen(self.runs_folder))
 
     def action_show_runs(self) -> None:
         """Go to the list of runs."""
+        from dschat_tui.dashboard.screens.runs import RunsScreen
+
         if not self._go_back_to(RunsScreen):
             self.push_screen(RunsScreen(self.runs_folder))
 

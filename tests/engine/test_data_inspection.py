@@ -59,6 +59,17 @@ def configuration(tmp_path, limit=40, **data):
     )
 
 
+def test_answers_that_a_label_calls_bad_are_left_out_of_every_figure(report):
+    rows = [
+        {"prompt": "Hi?", "completion": "yes" if good else "no " * 20, "label": good}
+        for good in (False, True, False)
+    ]
+    found = report(rows)
+    assert found["rows"]["usable"] == found["rows"]["looked_at"] == 1
+    assert found["rows"]["dropped"]["unwanted"] == 2
+    assert found["lengths"]["chosen"]["greatest"] < 10
+
+
 def test_pairs_are_counted(report):
     found = report([PAIR, PAIR, LONG, IDENTICAL, {**PAIR, "chosen": " "}])
     assert found["schema"] == "prompt 'prompt', chosen 'chosen', rejected 'rejected'"
